@@ -1,0 +1,70 @@
+"""Backend names, their modules, loaded on demand, and the choice between them.
+
+A backend is a module with three functions, all on the batched form of a call (see `slattn.ops`):
+
+    refusal(problem) -> str | None      why it cannot run this problem here, in a sentence; None if it can
+    forward(problem, q, kv, indices, attn_sink, topk_length) -> (out, lse)
+    backward(problem, q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse, *,
+             needs, dkv_dtype) -> (dq, dkv, dsink), None where `needs` says so
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from typing import Any
+
+from slattn.problem import Problem
+
+MODULES = {
+    "tilelang": "slattn.backends.tilelang",
+    "flashmla_cudnn": "slattn.backends.flashmla_cudnn",
+    "reference": "slattn.reference",
+}
+
+
+class BackendRefusal(RuntimeError):
+    """The backend that the caller named cannot run this problem; the message says why."""
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """The backend's module.
+
+    Raises:
+        ValueError: a name that is no backend's.
+    """
+    if name not in MODULES:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, MODULES))}; got {name!r}")
+    return importlib.import_module(MODULES[name])
+
+
+def choose(problem: Problem, backend: str) -> str:
+    """The name of the backend that runs `problem`: the named one, or for "auto" the first that does not refuse.
+
+    Raises:
+        ValueError: a name that is no backend's.
+        BackendRefusal: the named backend cannot run this problem.
+    """
+    if backend != "auto":
+        reason = load(backend).refusal(problem)
+        if reason is not None:
+            raise BackendRefusal(f"backend {backend!r} cannot run this call: {reason}")
+        return backend
+    if problem.device.type == "cpu":
+        return "reference"
+    reasons = []
+    for name in MODULES:
+        reason = load(name).refusal(problem)
+        if reason is None:
+            break
+        reasons.append(f"{name}: {reason}")
+    if name == "reference":
+        _say_once("; ".join(reasons))
+    return name
+
+
+@functools.cache
+def _say_once(reasons: str) -> None:
+    warnings.warn(f"slattn runs its slow reference on this GPU, because no kernel takes the call: {reasons}")

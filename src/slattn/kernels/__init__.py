@@ -1,0 +1,1 @@
+"""Device programs, and the launch configurations they are compiled for."""

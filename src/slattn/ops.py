@@ -1,0 +1,395 @@
+"""The public operation, its registration with torch.library, and its autograd.
+
+    sparse_attention -> problem.describe -> torch.ops.slattn.forward -> backends.choose -> <backend>.forward
+
+and back the same way. The registered operators take the caller's layout; only below them is a call brought into
+its batched form, where no autograd pays for the views. They are registered through torch.library.Library because
+a call costs half of what torch.library.custom_op's costs (docs/performance.md, "Host overhead").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from slattn import backends
+from slattn.problem import Problem, check_backward, describe, lse_dtype
+
+_library = torch.library.Library("slattn", "DEF")
+_library.define(
+    "forward(Tensor q, Tensor kv, Tensor indices, Tensor? attn_sink, Tensor? topk_length, float scale, int d_v, "
+    "bool deterministic, str backend) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "backward(Tensor q, Tensor kv, Tensor indices, Tensor? attn_sink, Tensor? topk_length, Tensor out, Tensor lse, "
+    "Tensor grad_out, Tensor? grad_lse, float scale, int d_v, bool deterministic, str backend, bool[3] needs, "
+    "ScalarType dkv_dtype) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    d_v: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query to the keys that its row of `indices` names; differentiable.
+
+    The definition, with every special case, is docs/contract.md. Layouts: flat `[T, ...]` or batched `[B, S, ...]`.
+
+    Args:
+        q: queries, `[T, H, D]` or `[B, S, H, D]`, 1 to 256 heads. The kernels take bfloat16, with D = 64, 128, 256,
+            512 or 576; the reference takes any float dtype and size.
+        kv: one latent row a key, shared by all heads, `[N, D]`, `[N, 1, D]` or `[B, N, D]`: the key is the row, the
+            value its first `d_v` columns. q's dtype, or float32 beside a bfloat16 q: rounded inside, and its
+            gradient then is the float32 sum, not rounded.
+        indices: int32 or int64, `[T, K]`, `[T, 1, K]` or `[B, S, K]`: the keys each query sees, local to its batch
+            entry. A value below 0 or not below N means "nothing here"; a key named twice counts twice.
+        scale: of the logits; default `D ** -0.5`.
+        attn_sink: `[H]`, float32 or bfloat16: a logit per head, not scaled, that joins the softmax's denominator and
+            carries no value. -inf means none.
+        topk_length: int32 `[T]` or `[B, S]`: only that many first slots of a row count; clamped to `[0, K]`.
+        d_v: columns of a row that are its value; default 512 where D is 576, otherwise D.
+        return_lse: also return lse, which is differentiable too.
+        deterministic: gradients equal bit for bit in every run; default `torch.are_deterministic_algorithms_enabled()`.
+        backend: "auto" (the first that does not refuse), "tilelang", "flashmla_cudnn" or "reference".
+
+    Returns:
+        out, contiguous, `[T, H, d_v]` or `[B, S, H, d_v]` in q's dtype; with `return_lse` also lse, `[.., H]` float32
+        (float64 for float64 inputs): natural logarithm of the sum over the keys alone, without the sink. A row in
+        which no slot counts has out = 0 and lse = +inf.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: a wrong rank, size, value, device or backend name.
+        slattn.BackendRefusal: the backend that `backend` names cannot run this call; the message says why.
+    """
+    problem = describe(
+        q,
+        kv,
+        indices,
+        scale=scale,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        d_v=d_v,
+        deterministic=deterministic,
+    )
+    out, lse = torch.ops.slattn.forward(
+        q,
+        kv,
+        indices,
+        attn_sink,
+        topk_length,
+        problem.scale,
+        problem.value_dim,
+        problem.deterministic,
+        _backend_name(backend),
+    )
+    return (out, lse) if return_lse else out
+
+
+def sparse_attention_backward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    grad_lse: Tensor | None = None,
+    scale: float | None = None,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    d_v: int | None = None,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+    dkv_dtype: torch.dtype | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of `sparse_attention` as a plain function, without autograd.
+
+    Autograd rounds a gradient to its input's dtype; this function is how to get the float32 dkv of bfloat16 keys.
+
+    Args:
+        q, kv, indices, scale, attn_sink, topk_length, d_v, deterministic, backend: as given to `sparse_attention`.
+        out, lse: what `sparse_attention(..., return_lse=True)` returned.
+        grad_out: gradient of out, its shape and dtype.
+        grad_lse: gradient of lse, its shape and dtype; None means zero.
+        needs: which of dq, dkv and dsink to compute; the others are None, and their work is not done.
+        dkv_dtype: float32, or kv's dtype (the default).
+
+    Returns:
+        (dq, dkv, dsink): q's shape and dtype; kv's shape in `dkv_dtype`, summed in float32 and rounded once; `[H]` in
+        attn_sink's dtype, None without a sink.
+
+    Raises:
+        As `sparse_attention`.
+    """
+    problem = describe(
+        q,
+        kv,
+        indices,
+        scale=scale,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        d_v=d_v,
+        deterministic=deterministic,
+    )
+    check_backward(problem, q, out, lse, grad_out, grad_lse)
+    inner = lse_dtype(q.dtype)
+    if dkv_dtype not in (None, kv.dtype, inner):
+        raise TypeError(f"dkv_dtype must be {kv.dtype} or {inner}; got {dkv_dtype}")
+    wanted = (bool(needs[0]), bool(needs[1]), bool(needs[2]) and attn_sink is not None)
+    gradients = iter(
+        torch.ops.slattn.backward(
+            q,
+            kv,
+            indices,
+            attn_sink,
+            topk_length,
+            out,
+            lse,
+            grad_out,
+            grad_lse,
+            problem.scale,
+            problem.value_dim,
+            problem.deterministic,
+            _backend_name(backend),
+            wanted,
+            kv.dtype if dkv_dtype is None else dkv_dtype,
+        )
+    )
+    dq, dkv, dsink = (next(gradients) if want else None for want in wanted)
+    return dq, dkv, dsink
+
+
+def select_backend(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    scale: float | None = None,
+    d_v: int | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> str:
+    """The name of the backend that `sparse_attention` runs for these arguments. Raises as it does."""
+    problem = describe(
+        q,
+        kv,
+        indices,
+        scale=scale,
+        attn_sink=attn_sink,
+        topk_length=topk_length,
+        d_v=d_v,
+        deterministic=deterministic,
+    )
+    return backends.choose(problem, _backend_name(backend))
+
+
+def _backend_name(backend: str) -> str:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str; got {type(backend).__name__}")
+    if backend != "auto" and backend not in backends.MODULES:
+        names = ", ".join(map(repr, backends.MODULES))
+        raise ValueError(f"backend must be 'auto' or one of {names}; got {backend!r}")
+    return backend
+
+
+def _batched(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    scale: float,
+    d_v: int,
+    deterministic: bool,
+) -> tuple[Problem, tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
+    """The problem, and the arguments in its batched form, contiguous, kv in q's dtype."""
+    queries, heads, head_dim = q.shape[-3:]
+    batch = q.shape[0] if q.dim() == 4 else 1
+    keys = kv.shape[1] if q.dim() == 4 else kv.shape[0]
+    slots = indices.shape[-1]
+    problem = Problem(
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        slots=slots,
+        head_dim=head_dim,
+        value_dim=d_v,
+        scale=scale,
+        dtype=q.dtype,
+        device=q.device,
+        deterministic=deterministic,
+    )
+    return problem, (
+        q.contiguous().view(batch, queries, heads, head_dim),
+        kv.to(q.dtype).contiguous().view(batch, keys, head_dim),
+        indices.contiguous().view(batch, queries, slots),
+        None if attn_sink is None else attn_sink.contiguous(),
+        None if topk_length is None else topk_length.contiguous().view(batch, queries),
+    )
+
+
+def _forward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    scale: float,
+    d_v: int,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    problem, tensors = _batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    out, lse = backends.load(backends.choose(problem, backend)).forward(problem, *tensors)
+    return out.view(*q.shape[:-1], d_v), lse.view(q.shape[:-1])
+
+
+def _backward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    scale: float,
+    d_v: int,
+    deterministic: bool,
+    backend: str,
+    needs: list[bool],
+    dkv_dtype: torch.dtype,
+) -> list[Tensor]:
+    problem, tensors = _batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    lead = tensors[0].shape[:-1]
+    dq, dkv, dsink = backends.load(backends.choose(problem, backend)).backward(
+        problem,
+        *tensors,
+        out.contiguous().view(*lead, d_v),
+        lse.contiguous().view(lead),
+        grad_out.contiguous().view(*lead, d_v),
+        None if grad_lse is None else grad_lse.contiguous().view(lead),
+        needs=tuple(needs),
+        dkv_dtype=dkv_dtype,
+    )
+    gradients = []
+    if needs[0]:
+        gradients.append(dq.view(q.shape))
+    if needs[1]:
+        gradients.append(dkv.view(kv.shape))
+    if needs[2] and attn_sink is not None:
+        gradients.append(dsink.to(attn_sink.dtype))
+    return gradients
+
+
+def _forward_fake(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    scale: float,
+    d_v: int,
+    deterministic: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
+
+
+def _backward_fake(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    scale: float,
+    d_v: int,
+    deterministic: bool,
+    backend: str,
+    needs: list[bool],
+    dkv_dtype: torch.dtype,
+) -> list[Tensor]:
+    gradients = []
+    if needs[0]:
+        gradients.append(q.new_empty(q.shape))
+    if needs[1]:
+        gradients.append(kv.new_empty(kv.shape, dtype=dkv_dtype))
+    if needs[2] and attn_sink is not None:
+        gradients.append(attn_sink.new_empty(attn_sink.shape))
+    return gradients
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Call, save, call: no arithmetic here."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.slattn.forward.default.redispatch(
+                keyset & torch._C._after_autograd_keyset, *arguments
+            )
+        ctx.save_for_backward(*arguments[:5], out, lse)
+        ctx.settings = arguments[5:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, kv, indices, attn_sink, topk_length, out, lse = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        _, need_q, need_kv, _, need_sink = ctx.needs_input_grad[:5]
+        needs = (need_q, need_kv, need_sink)
+        gradients = iter(
+            torch.ops.slattn.backward(
+                *(q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse),
+                *ctx.settings,
+                needs,
+                kv.dtype,
+            )
+        )
+        dq, dkv, dsink = (next(gradients) if need else None for need in needs)
+        return None, dq, dkv, None, dsink, None, *(None for _ in ctx.settings)
+
+
+def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    q, kv, _, attn_sink = arguments[:4]
+    differentiable = q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad)
+    if differentiable and torch.is_grad_enabled():
+        return _SparseAttention.apply(keyset, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.slattn.forward.default.redispatch(
+            keyset & torch._C._after_autograd_keyset, *arguments
+        )
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+_library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("slattn::forward", _forward_fake, lib=_library)
+torch.library.register_fake("slattn::backward", _backward_fake, lib=_library)
