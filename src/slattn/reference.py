@@ -74,10 +74,10 @@ def backward(
     keys, rows = _padded_keys(problem, kv), _key_rows(problem, indices, topk_length)
     heads, head_dim, value_dim = problem.heads, problem.head_dim, problem.value_dim
     need_q, need_kv, need_sink = needs
-    dq = torch.empty_like(q).view(-1, heads, head_dim) if need_q else None
+    dq = torch.empty_like(q).view(problem.tokens, heads, head_dim) if need_q else None
     dkeys = torch.zeros_like(keys) if need_kv else None
     dsink = keys.new_zeros(heads) if need_sink else None
-    flat = [x.reshape(problem.tokens, heads, -1) for x in (q, out, grad_out)]
+    flat = [x.reshape(problem.tokens, heads, x.shape[-1]) for x in (q, out, grad_out)]
     lse = lse.reshape(problem.tokens, heads, 1)
     sink = None if attn_sink is None else attn_sink.to(keys.dtype)[:, None]
     for part in _chunks(problem, keys):
