@@ -1,0 +1,56 @@
+"""`slattn demo`: train a small DeepSeek-V4-style language model on real text, with this library as its attention.
+
+data.py     the text, its held-out part, its batches
+model.py    the decoder; how it calls `slattn.sparse_attention` is the part to read
+train.py    the loop, checkpoints, figures
+plot.py     the picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from slattn.backends import MODULES
+
+STEPS = 800  # 90 seconds on two idle CPU cores, and a held-out loss of 1.5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of the demo."""
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample (default: 0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), help="folder of what is written (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--backend", choices=("auto", *MODULES), default="auto", help="who computes the attention (default: auto)"
+    )
+    parser.add_argument("--device", default=None, help="default: cuda if there is one, otherwise cpu")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint in --out; the losses are those of an uninterrupted run (on a CPU bit for bit)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the demo with the options of `add_arguments`.
+
+    Returns:
+        The exit status: 0; 2 with a sentence on stderr where something is asked that cannot be done; 130 when
+        interrupted, after a checkpoint was written.
+    """
+    try:
+        from slattn.demo.train import DemoError, run
+    except ModuleNotFoundError as error:
+        if error.name not in ("matplotlib", "tqdm", "numpy"):
+            raise
+        print(f"slattn demo needs {error.name}: pip install slattn[demo]", file=sys.stderr)
+        return 2
+    try:
+        return run(args)
+    except DemoError as error:
+        print(f"slattn demo: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,307 @@
+"""The training run of `slattn demo`: loop, checkpoints, figures. `run` is the whole story, from top to bottom.
+
+Weights, batches and the sample come from the seed alone, and a checkpoint holds everything else, so an interrupted
+run that is resumed goes on to the losses it would have had: on a CPU bit for bit, with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pickle
+import platform
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+from tqdm import tqdm
+
+import slattn
+from slattn.demo import data, plot
+from slattn.demo.model import Config, Decoder, Trace
+
+BATCH = 4  # texts of `Config.sequence` characters a step
+RATE, WARM_UP, LAST_RATE = 3e-3, 20, 0.02  # the top learning rate, steps until it, the share of it at the end
+SAVE_EVERY = 100
+EVALUATIONS = 10  # of the held-out loss, evenly spread; one more before the first step
+HELD_OUT_WINDOWS = 64
+SAMPLE = 300  # characters
+
+
+class DemoError(Exception):
+    """Something was asked that cannot be done; the message is the sentence to show."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, measure, draw and tell. Returns the exit status: 0, or 130 when interrupted.
+
+    Raises:
+        DemoError: a bad argument, an unusable folder, device, backend or checkpoint.
+    """
+    started = time.perf_counter()
+    device = check(args)
+    corpus = data.load()
+    trainer = Trainer(Config(vocabulary=len(corpus.characters)), corpus, args, device)
+    if args.resume:
+        trainer.restore()
+    backend = trainer.backend()
+    print(trainer.description(backend), flush=True)
+    if not trainer.train():
+        print(f"Interrupted after step {trainer.step} of {args.steps}. To go on, add --resume to the same command.")
+        return 130
+    sample, prompt = trainer.sample()
+    figures = trainer.figures(backend) | {"seconds": round(time.perf_counter() - started, 1), "sample": sample}
+    tokens, trace = trainer.trace()
+    plot.draw(args.out / "demo.png", trainer.config, figures, tokens, trace)
+    write(args.out / "demo.json", (json.dumps(figures, indent=1) + "\n").encode())
+    print(summary(figures, prompt, args.out))
+    return 0
+
+
+def check(args: argparse.Namespace) -> torch.device:
+    """The device to run on, once the arguments are found usable and the folder is there."""
+    if args.steps < 1:
+        raise DemoError(f"--steps must be at least 1; got {args.steps}")
+    if not 0 <= args.seed < 2**31:
+        raise DemoError(f"--seed must be at least 0 and below 2**31; got {args.seed}")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.out).close()
+    except OSError as error:
+        raise DemoError(f"--out {args.out} cannot be written to: {error.strerror or error}") from None
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise DemoError(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: whoever reads it meanwhile, or after a crash, finds the old one or the new."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    os.replace(part, path)
+
+
+class Trainer:
+    """A model, its optimizer, and how far they are."""
+
+    def __init__(self, config: Config, corpus: data.Corpus, args: argparse.Namespace, device: torch.device) -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        self.steps, self.seed = args.steps, args.seed
+        self.checkpoint = args.out / "checkpoint.pt"
+        torch.manual_seed(args.seed)
+        self.model = Decoder(config, args.backend).to(device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.step = 0
+        # Of each step: nats a character, the indexers' loss, seconds. Of the held-out part: [step, nats a character].
+        self.history: dict[str, list[Any]] = {"train": [], "indexer": [], "seconds": [], "held_out": []}
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint must share with the run that it continues: all that the losses depend on."""
+        return {"steps": self.steps, "seed": self.seed, "text": self.corpus.fingerprint, "batch": BATCH} | asdict(
+            self.config
+        )
+
+    def backend(self) -> str:
+        """The name of the backend that the model's attention will run on."""
+        config = self.config
+        keys = config.sequence + config.sequence // config.block
+        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        q = like.new_empty(BATCH, config.sequence, config.heads, config.head_dim)
+        kv = like.new_empty(BATCH, keys, config.head_dim)
+        indices = like.new_zeros(BATCH, config.sequence, config.window + config.topk, dtype=torch.int32)
+        sink = like.new_zeros(config.heads, dtype=torch.float32)
+        try:
+            return slattn.select_backend(q, kv, indices, attn_sink=sink, backend=self.model.backend)
+        except (slattn.BackendRefusal, ValueError) as error:
+            raise DemoError(str(error)) from None
+
+    def description(self, backend: str) -> str:
+        """Two lines that say what is about to run, and on what."""
+        config = self.config
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"{parameters:,} parameters in {config.layers} layers; {config.heads} heads of {config.head_dim} see the "
+            f"last {config.window} characters and {config.topk} of {config.sequence // config.block} pooled keys.\n"
+            f"Backend: {backend}, {str(self.model.dtype).removeprefix('torch.')} on {device_name(self.device)}."
+        )
+
+    def train(self) -> bool:
+        """Take the steps that are left. Returns whether all were taken: an interrupt ends it early, after a step."""
+        every = max(1, self.steps // EVALUATIONS)
+        with interrupts() as interrupted, tqdm(total=self.steps, initial=self.step, unit="step") as bar:
+            if not self.history["held_out"]:
+                self.history["held_out"].append([0, self.held_out_loss()])
+            while self.step < self.steps and not interrupted.is_set():
+                self.one_step()
+                if self.step % every == 0 or self.step == self.steps:
+                    self.history["held_out"].append([self.step, self.held_out_loss()])
+                if self.step % SAVE_EVERY == 0:
+                    self.save()
+                bar.update()
+                bar.set_postfix_str(
+                    f"train {self.history['train'][-1]:.2f}, held-out {self.history['held_out'][-1][1]:.2f}"
+                )
+        self.save()
+        return self.step == self.steps
+
+    def one_step(self) -> None:
+        """One batch, one update."""
+        begun = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATE * rate_share(self.step, self.steps)
+        batch = self.corpus.batch(BATCH, self.config.sequence, seed=self.seed, step=self.step)
+        tokens, targets = (x.to(self.device) for x in batch)
+        self.model.train()
+        logits, index_loss = self.model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        # The two share no weights: the indexers' loss trains the indexers alone, the other everything else.
+        (loss + index_loss).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        self.history["train"].append(loss.item())
+        self.history["indexer"].append(index_loss.item())
+        self.history["seconds"].append(time.perf_counter() - begun)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Nats a character over fixed windows of the held-out part."""
+        self.model.eval()
+        total, count = 0.0, 0
+        windows = self.corpus.held_out_windows(self.config.sequence, HELD_OUT_WINDOWS)
+        for tokens, targets in zip(*(x.to(self.device).split(BATCH) for x in windows), strict=True):
+            total += F.cross_entropy(self.model(tokens)[0].flatten(0, 1), targets.flatten(), reduction="sum").item()
+            count += targets.numel()
+        return total / count
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        state = {
+            "settings": self.settings(),
+            "step": self.step,
+            "history": self.history,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
+        part = self.checkpoint.with_name(self.checkpoint.name + ".part")
+        torch.save(state, part)
+        os.replace(part, self.checkpoint)
+
+    def restore(self) -> None:
+        """Go to where the checkpoint is.
+
+        Raises:
+            DemoError: there is none, it cannot be read, or it is another run's.
+        """
+        if not self.checkpoint.is_file():
+            raise DemoError(f"--resume: there is no checkpoint {self.checkpoint}; start without --resume")
+        try:
+            state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+            settings = state["settings"]
+        except (RuntimeError, OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
+            raise DemoError(f"--resume: {self.checkpoint} is not a checkpoint of this demo") from None
+        wanted = self.settings()
+        differ = [f"{k} {settings.get(k)}, not {wanted[k]}" for k in wanted if settings.get(k) != wanted[k]]
+        if differ:
+            raise DemoError(f"--resume: {self.checkpoint} is of another run: it has {'; '.join(differ)}")
+        self.step, self.history = state["step"], state["history"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"].cpu())
+
+    def sample(self) -> tuple[str, str]:
+        """What the model writes after the first held-out window, and that window."""
+        self.model.eval()
+        prompt = self.corpus.held_out[: self.config.sequence]
+        return self.corpus.decode(self.model.generate(prompt, SAMPLE, seed=self.seed)), self.corpus.decode(prompt)
+
+    @torch.no_grad()
+    def trace(self) -> tuple[str, Trace]:
+        """The first held-out window and what the queries of each layer chose in it, batch of one, on the CPU."""
+        self.model.eval()
+        tokens = self.corpus.held_out[: self.config.sequence]
+        trace: Trace = []
+        self.model(tokens[None].to(self.device), trace)
+        return self.corpus.decode(tokens), [(indices.cpu(), shares.cpu()) for indices, shares in trace]
+
+    def figures(self, backend: str) -> dict[str, Any]:
+        """What demo.json holds, but for the sample and the seconds of the whole run."""
+        seconds = statistics.median(self.history["seconds"])  # a kernel's first call compiles it
+        return {
+            "held_out_loss": self.history["held_out"][-1][1],
+            "train_loss": statistics.fmean(self.history["train"][-20:]),
+            "unigram_entropy": self.corpus.unigram_entropy(),
+            "tokens_per_second": round(BATCH * self.config.sequence / seconds),
+            "steps": self.steps,
+            "seed": self.seed,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "backend": backend,
+            "device": str(self.device),
+            "device_name": device_name(self.device),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "versions": {"slattn": slattn.__version__, "torch": torch.__version__, "python": platform.python_version()},
+            "model": asdict(self.config),
+            "history": self.history,
+        }
+
+
+def rate_share(step: int, steps: int) -> float:
+    """The learning rate of a step as a share of the top one: linear warm-up, then half a cosine."""
+    rise = min(1.0, (step + 1) / WARM_UP)
+    return rise * (LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+@contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets, so that the step under way is finished; a second one acts as ever."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
+        yield event
+        return
+    usual = signal.getsignal(signal.SIGINT)
+
+    def first(*_: Any) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words: a GPU's name, or the number of CPU threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} CPU threads"
+
+
+def summary(figures: dict[str, Any], prompt: str, out: Path) -> str:
+    """The last words: the figures, the sample, and where everything is."""
+    loss, unigram = figures["held_out_loss"], figures["unigram_entropy"]
+    return (
+        f"Held-out loss {loss:.3f} nats a character ({loss / math.log(2):.2f} bits; unigram entropy {unigram:.2f}).\n"
+        f"{figures['tokens_per_second']:,} characters a second in training; {figures['seconds']} s in all.\n"
+        f"\nHeld-out text, and after the bar what the model writes:\n\n{prompt[-120:]}\u2503{figures['sample']}\n\n"
+        f"Wrote {', '.join(str(out / name) for name in ('demo.png', 'demo.json', 'checkpoint.pt'))}."
+    )
