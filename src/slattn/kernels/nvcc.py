@@ -10,9 +10,9 @@ answers is what TileLang runs:
 
 Tried for number 3 on a machine with no toolkit: nvidia-cuda-nvcc, nvidia-cuda-crt and nvidia-nvvm 13.0.88,
 nvidia-cuda-runtime 13.0.96 and nvidia-cuda-cccl 13.0.85, with the system's g++, compile a `.cu` to a cubin, and with
-them TileLang 0.1.15 compiles for sm_80, sm_90a and sm_100a, CUDA_HOME unset and no nvcc on PATH. All five must be of one
-CUDA release; mixed ones do not compile. Linking a program (`nvcc -shared`) needs `-L site-packages/nvidia/cu13/lib`
-besides, because the packages have no lib64; compiling kernels does not link.
+them TileLang 0.1.15 compiles for sm_80, sm_90a and sm_100a, CUDA_HOME unset and no nvcc on PATH. All five must be of
+one CUDA release; mixed ones do not compile. Linking a program (`nvcc -shared`) needs
+`-L site-packages/nvidia/cu13/lib` besides, because the packages have no lib64; compiling kernels does not link.
 """
 
 from __future__ import annotations
