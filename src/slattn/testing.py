@@ -21,6 +21,7 @@ __all__ = [
     "BENCH_SHAPES",
     "BUDGETS",
     "CASES",
+    "CASE_BUDGETS",
     "Case",
     "Inputs",
     "Results",
@@ -35,10 +36,15 @@ __all__ = [
     "run",
 ]
 
-# Relative Frobenius error against float64 that a bf16 backend may have on random data: 1.05 times what the best
-# peers measured on an H200 for out (2.0e-3), dq (2.16e-3) and dkv (2.35e-3): the rounding of the result to bf16 and
-# one of P and dS. dsink varies with the seed (1.1e-3 to 3e-3), because its delta is taken from the bf16 output.
+# Relative Frobenius error against float64 that a bf16 backend may have on BENCH_SHAPES: 1.05 times what the best peers
+# measured on an H200 for out (2.0e-3), dq (2.16e-3) and dkv (2.35e-3), which is the rounding of the result to bf16 and
+# one of P and of dS. dsink varies with the seed (1.1e-3 to 3e-3), because its delta is taken from the bf16 output.
 BUDGETS = {"out": 2.1e-3, "lse": 5e-7, "dq": 2.27e-3, "dkv": 2.47e-3, "dsink": 4.5e-3}
+
+# The same for CASES. Fewer keys share a row than in BENCH_SHAPES, so the rounding of P and dS weighs more: a model of a
+# kernel with exactly these roundings (tests/kernel_model.py) reaches 2.29e-3 for out, 2.53e-3 for dq, 2.57e-3 for dkv
+# and 6.7e-3 for dsink over the cases and seeds; a second rounding of P and dS exceeds these budgets.
+CASE_BUDGETS = {"out": 2.35e-3, "lse": 5e-7, "dq": 2.65e-3, "dkv": 2.65e-3, "dsink": 9e-3}
 
 
 @dataclass(frozen=True)
@@ -261,7 +267,7 @@ def check(case: Case, backend: str, device: torch.device | str, seed: int = 0) -
         error = relative_error(tensor, truth)
         if name in nothing and bool(tensor[nothing[name]].count_nonzero()):
             error = math.inf
-        budget = case.budgets.get(name, BUDGETS[name])
+        budget = case.budgets.get(name, CASE_BUDGETS[name])
         rows.append(Row(case.name, name, error, budget, error <= budget))
     return rows
 

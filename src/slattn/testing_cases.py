@@ -40,7 +40,7 @@ class Case:
     grad_scale: float = 1.0  # of grad_out
     grad_empty: bool = False  # NaN and Inf arrive for the rows in which no slot counts
     grad_lse: bool = False
-    budgets: Mapping[str, float] = field(default_factory=dict, hash=False)  # replace BUDGETS, each with its reason
+    budgets: Mapping[str, float] = field(default_factory=dict, hash=False)  # replace CASE_BUDGETS, each with its reason
 
 
 # What can stand in a slot and name no key, besides -1; N stands for the number of keys.
@@ -168,15 +168,22 @@ _SIZES = (
 )
 
 
+# Budgets that replace slattn.testing.CASE_BUDGETS where the data itself amplifies rounding: about 1.5 times the worst
+# that a model of a kernel with one rounding of P and one of dS (tests/kernel_model.py) shows over eight seeds.
+# One key holds nearly all the weight: dp - delta nearly cancels, and delta comes from the bf16 output.
+_ONE_KEY = {"dq": 2.5e-2, "dkv": 4e-3}
+# Few keys hold the weight, so that few roundings make up the error, and dp - delta cancels in part.
+_FEW_KEYS = {"dq": 4.5e-3, "dkv": 3.5e-3}
+_FEW_HEADS = {"dsink": 3e-2}  # a sum of random sign over the queries, compared for one or two heads alone
+_PEAKED = {"dq": 1.5e-2, "dkv": 1.5e-2, "dsink": 3e-2}  # logits far apart: as _ONE_KEY, for part of the rows
+# A large part is common to all keys; dq is the small difference that is left of it, out and dkv carry it whole.
+_COMMON_PART = {"dq": 5e-2, "dkv": 1.5e-2}
+
+
 def _size(heads: int, head_dim: int, queries: int, keys: int, slots: int) -> Case:
+    budgets = _FEW_KEYS if slots == 1 else _FEW_HEADS if heads <= 2 else {}
     name = f"H{heads}-D{head_dim}-T{queries}-N{keys}-K{slots}"
-    return Case(
-        name, heads, head_dim, queries=queries, keys=keys, slots=slots, budgets=_size_budgets(heads, queries, slots)
-    )
-
-
-def _size_budgets(heads: int, queries: int, slots: int) -> dict[str, float]:
-    return {}
+    return Case(name, heads, head_dim, queries=queries, keys=keys, slots=slots, budgets=budgets)
 
 
 CASES: tuple[Case, ...] = (
@@ -184,21 +191,30 @@ CASES: tuple[Case, ...] = (
     # Few keys, no queries, no keys.
     Case("queries-0", queries=0),
     Case("keys-0", keys=0, slots=64, grad_empty=True, grad_lse=True),
-    Case("keys-1", keys=1, slots=64, indices="duplicates"),
+    Case("keys-1", keys=1, slots=64, indices="duplicates", budgets=_ONE_KEY),
     Case("keys-31", keys=31, slots=65),
     Case("keys-95-slots-2048", keys=95, slots=2048, queries=2),
     # What may stand in a row of indices.
     Case("indices-ascending", indices="ascending"),
-    Case("indices-duplicates", indices="duplicates", sink=None),
-    Case("indices-one-key", indices="one key", queries=62, slots=64),
+    Case("indices-duplicates", indices="duplicates", sink=None, budgets=_FEW_KEYS),
+    Case("indices-one-key", indices="one key", queries=62, slots=64, budgets=_ONE_KEY),
     Case("indices-holes", indices="holes", head_dim=576),
     Case("indices-first-64-empty", indices="first 64 empty", slots=129, sink=None),
     Case("indices-first-65-empty", indices="first 65 empty", slots=160),
-    Case("indices-last-slot-only", indices="last slot only", slots=129),
+    Case("indices-last-slot-only", indices="last slot only", slots=129, budgets=_FEW_KEYS),
     Case("indices-empty-blocks", indices="empty blocks", slots=640, keys=700),
     Case("indices-tail-empty", indices="tail empty", heads=64, head_dim=576, sink=None),
     Case("indices-causal", indices="causal", queries=62, keys=62, slots=64),
-    Case("indices-causal-no-sink-576", indices="causal", queries=62, keys=62, slots=64, head_dim=576, sink=None),
+    Case(
+        "indices-causal-no-sink-576",
+        indices="causal",
+        queries=62,
+        keys=62,
+        slots=64,
+        head_dim=576,
+        sink=None,
+        budgets=_FEW_KEYS,
+    ),
     Case("indices-fillers", indices="fillers", heads=64),
     Case("indices-int64", indices="fillers", int64=True, head_dim=576),
     Case("indices-empty-rows", indices="empty rows", grad_empty=True, grad_lse=True),
@@ -207,7 +223,7 @@ CASES: tuple[Case, ...] = (
     Case("indices-all-empty", indices="empty", grad_empty=True),
     Case("indices-all-empty-no-sink", indices="empty", sink=None, grad_lse=True),
     # topk_length.
-    Case("length-mixed", lengths="mixed", queries=12, grad_empty=True),
+    Case("length-mixed", lengths="mixed", queries=12, grad_empty=True, budgets=_FEW_KEYS),
     Case("length-mixed-576", lengths="mixed", queries=12, heads=64, head_dim=576, slots=160, sink=None),
     Case("length-fillers", lengths="random", indices="fillers", queries=12),
     Case("length-zero", lengths="zero", grad_empty=True),
@@ -223,13 +239,24 @@ CASES: tuple[Case, ...] = (
     Case("sink-mixed-576", sink="mixed", heads=24, head_dim=576, grad_lse=True),
     # Data that overflows, cancels, or must never be read.
     Case("values-unseen", values="unseen", indices="holes"),
-    Case("values-unseen-576", values="unseen", indices="fillers", lengths="random", head_dim=576, heads=8, sink=None),
-    Case("values-large", values="large", heads=64, queries=12),
-    Case("values-large-576", values="large", heads=64, head_dim=576, queries=12, sink=None),
-    Case("values-negative", values="negative", heads=64, sink=None),
-    Case("values-negative-one-query", values="negative", heads=64, queries=1, sink=None),
-    Case("values-negative-576", values="negative", heads=16, head_dim=576, sink=None, grad_lse=True),
-    Case("scale-half", scale=0.5),
+    Case(
+        "values-unseen-576",
+        values="unseen",
+        indices="fillers",
+        lengths="random",
+        head_dim=576,
+        heads=8,
+        sink=None,
+        budgets=_FEW_KEYS,
+    ),
+    Case("values-large", values="large", heads=64, queries=12, budgets=_PEAKED),
+    Case("values-large-576", values="large", heads=64, head_dim=576, queries=12, sink=None, budgets=_PEAKED),
+    Case("values-negative", values="negative", heads=64, sink=None, budgets=_COMMON_PART),
+    Case("values-negative-one-query", values="negative", heads=64, queries=1, sink=None, budgets=_COMMON_PART),
+    Case(
+        "values-negative-576", values="negative", heads=16, head_dim=576, sink=None, grad_lse=True, budgets=_COMMON_PART
+    ),
+    Case("scale-half", scale=0.5, budgets=_PEAKED),
     Case("scale-negative", scale=-0.02),
     Case("grad-tiny", grad_scale=1e-9),
     Case("grad-huge", grad_scale=1e4),
@@ -237,8 +264,8 @@ CASES: tuple[Case, ...] = (
     Case("grad-lse-576", grad_lse=True, head_dim=576, heads=8, sink=None),
     # The batched layout: indices are local to their entry, the neighbours' rows are near.
     Case("batch-1", batch=1, indices="holes"),
-    Case("batch-2-edges", batch=2, indices="edges", queries=3, keys=65, slots=65),
+    Case("batch-2-edges", batch=2, indices="edges", queries=3, keys=65, slots=65, budgets=_ONE_KEY),
     Case("batch-3-lengths", batch=3, indices="fillers", lengths="mixed", queries=4, head_dim=576, grad_empty=True),
-    Case("batch-3-one-key-each", batch=3, keys=1, indices="causal", queries=3, slots=33),
+    Case("batch-3-one-key-each", batch=3, keys=1, indices="causal", queries=3, slots=33, budgets=_ONE_KEY),
     Case("batch-2-no-keys", batch=2, keys=0, queries=3, slots=33),
 )
