@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -29,15 +29,15 @@ def draw(path: Path, config: Config, figures: dict[str, Any], text: str, trace: 
     layer = most_pooled(config, trace)
     raw, pooled = maps(config, *(x[0] for x in trace[layer]))
     with matplotlib.rc_context({"font.size": 10, "axes.edgecolor": SOFT, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(15, 5.4), layout="constrained")
+        figure = Figure(figsize=(15, 5.8), layout="constrained")
         losses, left, right = figure.subplots(1, 3, width_ratios=(1.05, 1, 1))
         draw_losses(losses, figures)
-        image = draw_map(left, raw, "Blues", f"Raw keys: the last {config.window} characters", "key position")
-        figure.colorbar(image, ax=left, shrink=0.75, pad=0.02)
+        title = f"Raw keys: the last {config.window} characters"
+        draw_map(left, raw, "Blues", title, "key position", "probability (mean over heads)")
+        title = f"Pooled keys: the best {config.topk} of up to {pooled.shape[1]}"
+        note = f"grey: complete, but not chosen\na pooled key is {config.block} characters"
+        draw_map(right, pooled, "Oranges", title, "pooled key", "probability (mean over heads)", note)
         left.set_ylabel("query position")
-        title = f"Pooled keys: the indexer's best {config.topk}, {config.block} characters each"
-        image = draw_map(right, pooled, "Oranges", title, "pooled key", stretch=config.block)
-        figure.colorbar(image, ax=right, shrink=0.75, pad=0.02, label="probability, mean over heads")
         figure.suptitle(
             f"slattn demo: {figures['parameters']:,} parameters, {figures['steps']} steps, "
             f"backend {figures['backend']} on {figures['device_name']}; the maps show layer {layer + 1} of "
@@ -75,7 +75,7 @@ def draw_losses(axes: Axes, figures: dict[str, Any]) -> None:
     train, held_out = figures["history"]["train"], figures["history"]["held_out"]
     step = range(1, len(train) + 1)
     axes.plot(step, train, color=BLUE, alpha=0.25, linewidth=0.8)
-    axes.plot(step, running_mean(train), color=BLUE, label="training")
+    axes.plot(step, running_mean(train, max(1, len(train) // 25)), color=BLUE, label="training")
     axes.plot(*zip(*held_out, strict=True), "o-", color=RUST, markersize=4, label="held out")
     axes.axhline(figures["unigram_entropy"], color=SOFT, linestyle="--", linewidth=1)
     axes.annotate(
@@ -90,27 +90,25 @@ def draw_losses(axes: Axes, figures: dict[str, Any]) -> None:
     axes.annotate(
         f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, 8), textcoords="offset points", ha="center", color=RUST
     )
-    axes.set(xlabel="step", ylabel="nats a character", title="Loss", xlim=(0, None), ylim=(1, None))
+    axes.set(xlabel="step", ylabel="nats a character", title="Loss", xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.2)
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="upper right")
 
 
-def draw_map(axes: Axes, shares: Tensor, colours: str, title: str, label: str, stretch: int = 1) -> Any:
+def draw_map(axes: Axes, shares: Tensor, colours: str, title: str, label: str, scale: str, note: str = "") -> None:
     """One map: white where a key is not to be seen, grey where it was not chosen, colour by probability."""
-    seen = (~shares.isnan()).float()
-    box = (0, shares.shape[1], len(shares), 0)
-    options: dict[str, Any] = {"extent": box, "aspect": 1 / stretch, "interpolation": "nearest"}
-    axes.imshow(
-        torch.where(seen > 0, 0.0, torch.nan).tolist(), cmap=matplotlib.colors.ListedColormap([UNSEEN]), **options
-    )
+    options: dict[str, Any] = {"extent": (0, shares.shape[1], len(shares), 0), "interpolation": "nearest"}
+    unseen = torch.where(shares.isnan(), torch.nan, 0.0)
+    axes.imshow(unseen.tolist(), cmap=ListedColormap([UNSEEN]), aspect="auto", **options)
     chosen = torch.where(shares > 0, shares.clamp_min(LEAST), torch.nan)
-    image = axes.imshow(chosen.tolist(), cmap=colours, norm=LogNorm(LEAST, 1), **options)
+    image = axes.imshow(chosen.tolist(), cmap=colours, norm=LogNorm(LEAST, 1), aspect="auto", **options)
     axes.set(title=title, xlabel=label)
     axes.spines[["top", "right"]].set_visible(False)
-    return image
+    axes.text(0.98, 0.97, note, transform=axes.transAxes, ha="right", va="top", color=SOFT)
+    axes.figure.colorbar(image, ax=axes, location="bottom", shrink=0.9, aspect=40, pad=0.02, label=scale)
 
 
-def running_mean(values: list[float], over: int = 25) -> list[float]:
+def running_mean(values: list[float], over: int) -> list[float]:
     """At each step the mean of the last `over` values."""
     return [sum(values[max(0, n - over) : n]) / min(n, over) for n in range(1, len(values) + 1)]

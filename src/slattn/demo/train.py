@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import os
-import pickle
 import platform
 import signal
 import statistics
@@ -216,7 +215,7 @@ class Trainer:
         try:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             settings = state["settings"]
-        except (RuntimeError, OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
+        except Exception:  # what torch.load raises on a file that is none of its own depends on the file
             raise DemoError(f"--resume: {self.checkpoint} is not a checkpoint of this demo") from None
         wanted = self.settings()
         differ = [f"{k} {settings.get(k)}, not {wanted[k]}" for k in wanted if settings.get(k) != wanted[k]]
@@ -293,7 +292,8 @@ def device_name(device: torch.device) -> str:
     """The device in words: a GPU's name, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{torch.get_num_threads()} CPU threads"
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' * (threads > 1)}"
 
 
 def summary(figures: dict[str, Any], prompt: str, out: Path) -> str:
