@@ -14,9 +14,10 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from slattn.ops import sparse_attention
 from slattn.testing import Inputs
@@ -56,7 +57,7 @@ def _scale(inputs: Inputs) -> float:
     return float(inputs.q.shape[-1] ** -0.5) if inputs.scale is None else inputs.scale
 
 
-def _sink(inputs: Inputs) -> torch.Tensor:
+def _sink(inputs: Inputs) -> Tensor:
     """The sink, or one of -inf, which is none, for a peer that must have one."""
     if inputs.attn_sink is not None:
         return inputs.attn_sink.float()
@@ -114,10 +115,7 @@ def _automodel(package: str, module: str) -> Any:
     Its parent packages import transformers, datasets and much else that the kernels do not use, so parents that are
     not loaded yet are registered as bare modules that only know their folder.
     """
-    spec = importlib.util.find_spec("nemo_automodel")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("nemo_automodel is not installed")
-    root = spec.submodule_search_locations[0]
+    root = _automodel_root()
     for name in ("nemo_automodel", "nemo_automodel.shared", *_parents(package)):
         if name not in sys.modules:
             bare = types.ModuleType(name)
@@ -125,6 +123,15 @@ def _automodel(package: str, module: str) -> Any:
             sys.modules[name] = bare
     importlib.import_module("tilelang")
     return importlib.import_module(f"{package}.{module}")
+
+
+@functools.cache
+def _automodel_root() -> str:
+    """Its folder, found without importing it; asked once, because a bare module has no spec to ask for again."""
+    spec = importlib.util.find_spec("nemo_automodel")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("nemo_automodel is not installed")
+    return spec.submodule_search_locations[0]
 
 
 def _parents(package: str) -> list[str]:
@@ -156,7 +163,7 @@ def _automodel_forward(inputs: Inputs) -> Call:
 
 def _automodel_backward(inputs: Inputs) -> Call:
     module, scale = _automodel_half(inputs, "bwd"), _scale(inputs)
-    out, lse = _automodel_forward(inputs)()  # type: ignore[misc]
+    out, lse = cast("tuple[Tensor, Tensor]", _automodel_forward(inputs)())
     if inputs.q.shape[-1] == 576:
         kv, indices = inputs.kv[:, None].contiguous(), inputs.indices[:, None].contiguous()
         return lambda: module.sparse_mla_bwd(inputs.q, kv, out, inputs.grad_out, indices, lse, sm_scale=scale)

@@ -1,0 +1,334 @@
+"""`slattn bench`: the speed of every willing backend, beside the peers that are installed and a matmul in the same run.
+
+First a few cases of `slattn check`: where one is over its budget no speed is printed. How the times are taken is in
+`slattn.commands.timing`. TFLOPS count the arithmetic of the definition (`slattn.testing.Shape`), not what an
+implementation does. Backends are called through the library's public functions and peers through theirs, so that
+everything a call does is in its time. Forward is `sparse_attention` without autograd, log-sum-exp included; backward
+is `sparse_attention_backward` with all three gradients.
+
+    slattn bench --quick                                 a smoke run: one shape, short blocks, one round
+    slattn bench --shape v4-flash --pass bwd             one figure
+    slattn bench --json bench.json --plot bench.png      all shapes
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slattn import backends, testing
+from slattn.commands import doctor
+from slattn.commands.check import default_device, run_backend, text
+from slattn.commands.progress import Progress
+from slattn.commands.timing import Clock, Contestant, describe, measure, warm_up
+from slattn.ops import select_backend, sparse_attention, sparse_attention_backward
+from slattn.peers import PEERS, Unsuitable
+
+PASSES = {"fwd": "forward", "bwd": "backward"}
+
+# Checked before anything is timed: the head dimensions and head counts of the shapes, and data that has to be masked.
+GATE = (
+    "H16-D512-T1-N640-K640",
+    "H64-D512-T3-N1592-K640",
+    "H128-D512-T2-N2304-K1152",
+    "H64-D576-T2-N4096-K2048",
+    "H128-D576-T1-N4097-K2048",
+    "indices-fillers",
+    "sink-mixed",
+)
+
+# On a CPU there is no kernel to measure; this shape shows that the command works.
+CPU_SHAPE = testing.Shape("cpu", 64, 256, 8, 64, 64)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, and one object of the JSON file. Figures are None where `note` says why."""
+
+    shape: str
+    pass_: str
+    name: str
+    kind: str  # "matmul", "backend" or "peer"
+    ms: float | None
+    burst_ms: float | None
+    tflops: float | None
+    burst_tflops: float | None
+    of_matmul: float | None  # share of the matmul's TFLOPS in the same blocks
+    of_best_peer: float | None  # TFLOPS over the best peer's
+    note: str | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    shapes = ", ".join(testing.BENCH_SHAPES)
+    parser.add_argument(
+        "--shape",
+        action="append",
+        type=parse_shape,
+        metavar="NAME",
+        help=f"{shapes}, or S,N,H,D,K: queries, keys, heads, head dimension, slots; default: all these names",
+    )
+    parser.add_argument("--pass", dest="pass_", choices=("fwd", "bwd", "both"), default="both", help="default: both")
+    parser.add_argument(
+        "--backend",
+        choices=tuple(backends.MODULES),
+        action="append",
+        help="may be given more than once; default: all that run here, on a GPU without the reference",
+    )
+    parser.add_argument("--no-peers", action="store_true", help="measure no peers")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: the first shape, short blocks, one round")
+    parser.add_argument("--block", type=float, default=0.4, metavar="S", help="seconds a block lasts (default 0.4)")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each contestant (default 3)")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="S", help="leave out a call longer than this (5)")
+    parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    parser.add_argument("--json", metavar="FILE", help="write the rows and the machine there; - for the last line")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the rows as bars (needs matplotlib)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check, measure, print; 1 if the check is red or nothing could be measured."""
+    device = torch.device(args.device or default_device())
+    if args.quick:
+        args.block, args.rounds = min(args.block, 0.05), 1
+    if args.plot:
+        import matplotlib  # noqa: F401  # fail now, not after the measurement
+    names = args.backend or [name for name in backends.MODULES if name != "reference" or device.type == "cpu"]
+    if not gate(names, device, args.seed):
+        print("no speed is printed, because the check is red; `slattn check` has the details")
+        return 1
+    shapes = args.shape or (list(testing.BENCH_SHAPES.values()) if device.type == "cuda" else [CPU_SHAPE])
+    if args.quick and not args.shape:
+        shapes = shapes[:1]
+    passes = tuple(PASSES) if args.pass_ == "both" else (args.pass_,)
+    rows: list[Row] = []
+    per_group = (1 + len(names) + len(PEERS)) * args.rounds * 2
+    with Progress(len(shapes) * len(passes) * per_group) as progress:
+        for shape in shapes:
+            for pass_ in passes:
+                rows += bench_group(shape, pass_, names, device, args, progress)
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "block_s": args.block,
+        "rounds": args.rounds,
+        "machine": doctor.gather(),
+        "rows": [{key.rstrip("_"): value for key, value in vars(row).items()} for row in rows],
+    }
+    print(table(rows))
+    _write(result, rows, args)
+    return 0 if any(row.ms is not None and row.kind == "backend" for row in rows) else 1
+
+
+def _write(result: dict[str, Any], rows: Sequence[Row], args: argparse.Namespace) -> None:
+    if args.plot:
+        from slattn.commands.plot import plot
+
+        plot(rows, args.plot, title=_machine_line(result["machine"]))
+        print(f"drawn to {args.plot}")
+    if args.json == "-":
+        print(json.dumps(result))
+    elif args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written to {args.json}")
+
+
+def _machine_line(machine: dict[str, Any]) -> str:
+    devices = machine["devices"]
+    device = devices[0]["name"] if isinstance(devices, list) and devices else "CPU"
+    return f"{device}, torch {machine['torch']}, slattn {machine['slattn']}"
+
+
+def parse_shape(argument: str) -> testing.Shape:
+    """A name of BENCH_SHAPES, or S,N,H,D,K."""
+    if argument in testing.BENCH_SHAPES:
+        return testing.BENCH_SHAPES[argument]
+    try:
+        queries, keys, heads, head_dim, slots = (int(part) for part in argument.split(","))
+    except ValueError:
+        names = ", ".join(testing.BENCH_SHAPES)
+        raise argparse.ArgumentTypeError(f"expected one of {names}, or S,N,H,D,K; got {argument!r}") from None
+    if min(queries, keys, heads, head_dim, slots) < 1 or slots > keys:
+        raise argparse.ArgumentTypeError(f"S, N, H, D and K must be positive and K at most N; got {argument!r}")
+    return testing.Shape(argument, queries, keys, heads, head_dim, slots)
+
+
+def gate(names: Sequence[str], device: torch.device, seed: int) -> bool:
+    """Whether every backend is within its budgets on the gate's cases. Prints the table of one that is not."""
+    cases = [case for case in testing.CASES if case.name in GATE]
+    good = True
+    with Progress(len(names) * len(cases)) as progress:
+        for name in names:
+            report = run_backend(name, str(device), cases, seed, progress)
+            if report.failures:
+                print(text(report, verbose=False))
+                good = False
+    return good
+
+
+def bench_group(
+    shape: testing.Shape,
+    pass_: str,
+    names: Sequence[str],
+    device: torch.device,
+    args: argparse.Namespace,
+    progress: Progress,
+) -> list[Row]:
+    """The rows of one shape and pass: the matmul, the backends, the peers, in alternating blocks."""
+    clock = Clock(device)
+    try:
+        inputs = testing.bench_inputs(shape, device, args.seed)
+        contestants = list(_contestants(inputs, pass_, names, device, with_peers=not args.no_peers))
+    except Exception as error:
+        return [Row(shape.name, pass_, "inputs", "matmul", *(None,) * 6, note=describe(error))]
+    where = f"{shape.name} {pass_}"
+    progress.show(f"{where}: compiling")
+    warm_up(contestants, clock, args.limit)
+    measure(
+        contestants,
+        clock,
+        block=args.block,
+        rounds=args.rounds,
+        report=lambda what: progress.step(f"{where}: {what}"),
+    )
+    for contestant in contestants:
+        contestant.call = None  # it holds the tensors of this group
+    del inputs
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    flops = shape.forward_flops if pass_ == "fwd" else shape.backward_flops
+    return _rows(shape.name, pass_, flops, matmul_flops(device), contestants)
+
+
+def matmul_size(device: torch.device) -> int:
+    """The side of the square bfloat16 matmul that stands for what the chip can do: 8192, on a CPU 512."""
+    return 8192 if device.type == "cuda" else 512
+
+
+def matmul_flops(device: torch.device) -> int:
+    """Of one such matmul."""
+    return int(2 * matmul_size(device) ** 3)
+
+
+def _contestants(
+    inputs: testing.Inputs, pass_: str, names: Sequence[str], device: torch.device, *, with_peers: bool
+) -> Iterator[Contestant]:
+    side = matmul_size(device)
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
+    yield Contestant(f"matmul {side}", "matmul", functools.partial(torch.matmul, a, b))
+    for name in names:
+        yield _made(name, "backend", functools.partial(_backend_call, inputs, pass_, name))
+    for peer in PEERS if with_peers else ():
+        make = peer.make_forward if pass_ == "fwd" else peer.make_backward
+        if make is None:
+            continue
+        missing = peer.missing()
+        if missing is None:
+            yield _made(peer.name, "peer", functools.partial(make, inputs))
+        else:
+            yield Contestant(peer.name, "peer", None, note=f"cannot be imported: {missing}")
+
+
+def _made(name: str, kind: str, make: Callable[[], Callable[[], object]]) -> Contestant:
+    try:
+        return Contestant(name, kind, make())
+    except (backends.BackendRefusal, Unsuitable) as refusal:
+        return Contestant(name, kind, None, note=f"refuses: {refusal}")
+    except Exception as error:
+        return Contestant(name, kind, None, note=describe(error))
+
+
+def _backend_call(inputs: testing.Inputs, pass_: str, name: str) -> Callable[[], object]:
+    """A call of the public functions. Raises BackendRefusal where the backend does not take these inputs."""
+    tensors = (inputs.q, inputs.kv, inputs.indices)
+    settings: dict[str, Any] = {
+        "attn_sink": inputs.attn_sink,
+        "topk_length": inputs.topk_length,
+        "scale": inputs.scale,
+        "d_v": inputs.d_v,
+        "backend": name,
+    }
+    select_backend(*tensors, **settings)
+
+    @torch.no_grad()
+    def forward() -> Any:
+        return sparse_attention(*tensors, **settings, return_lse=True)
+
+    if pass_ == "fwd":
+        return forward
+    out, lse = forward()
+    return lambda: sparse_attention_backward(*tensors, out, lse, inputs.grad_out, **settings)
+
+
+def _rows(shape: str, pass_: str, flops: int, of_matmul: int, contestants: Sequence[Contestant]) -> list[Row]:
+    def tflops(contestant: Contestant, ms: float | None) -> float | None:
+        if ms is None:
+            return None
+        return (of_matmul if contestant.kind == "matmul" else flops) / ms / 1e9
+
+    matmul = next((tflops(c, c.ms) for c in contestants if c.kind == "matmul"), None)
+    peers = [tflops(c, c.ms) for c in contestants if c.kind == "peer"]
+    best = max((rate for rate in peers if rate is not None), default=None)
+    rows = []
+    for contestant in contestants:
+        rate = tflops(contestant, contestant.ms)
+        against_peer = best is not None and contestant.kind != "matmul"
+        rows.append(
+            Row(
+                shape=shape,
+                pass_=pass_,
+                name=contestant.name,
+                kind=contestant.kind,
+                ms=contestant.ms,
+                burst_ms=contestant.burst_ms,
+                tflops=rate,
+                burst_tflops=tflops(contestant, contestant.burst_ms),
+                of_matmul=rate / matmul if rate is not None and matmul else None,
+                of_best_peer=rate / best if rate is not None and against_peer and best else None,
+                note=contestant.note,
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for people: sustained figures first, burst beside them."""
+    width = max([len("contestant"), *(len(row.name) for row in rows)])
+    lines = []
+    group = None
+    for row in rows:
+        if group != (row.shape, row.pass_):
+            group = (row.shape, row.pass_)
+            lines += [
+                "",
+                f"{row.shape}, {PASSES[row.pass_]}",
+                f"  {'contestant':<{width}}  {'ms':>9} {'TFLOPS':>7} {'of matmul':>9} {'of best peer':>12}"
+                f"  {'burst ms':>9} {'TFLOPS':>7}",
+            ]
+        if row.ms is None:
+            lines.append(f"  {row.name:<{width}}  {row.note}")
+            continue
+        lines.append(
+            f"  {row.name:<{width}}  {row.ms:>9.3f} {_number(row.tflops)} {_share(row.of_matmul, 9, '.0%')}"
+            f" {_share(row.of_best_peer, 12, '.2f')}  {_share(row.burst_ms, 9, '.3f')} {_number(row.burst_tflops)}"
+        )
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _number(rate: float | None) -> str:
+    """TFLOPS in seven columns; a CPU's are small."""
+    return f"{'':>7}" if rate is None else f"{rate:>7.0f}" if rate >= 10 else f"{rate:>7.2g}"
+
+
+def _share(value: float | None, width: int, form: str) -> str:
+    return f"{'':>{width}}" if value is None else f"{value:>{width}{form}}"
