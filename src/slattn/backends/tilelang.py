@@ -1,0 +1,238 @@
+"""The host side of our TileLang kernels: pick a configuration, allocate, launch.
+
+The kernels themselves are in slattn.kernels; what they are compiled for is in slattn.kernels.config.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from slattn.kernels.build import kernel
+from slattn.kernels.config import (
+    VALUE_DIMS,
+    PrepareConfig,
+    architecture,
+    backward_config,
+    forward_config,
+)
+from slattn.problem import Problem, int32_indices
+
+Pair = tuple[Tensor, Tensor]
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the kernels cannot run this problem, in a sentence; None if they can."""
+    if problem.device.type != "cuda":
+        return f"the kernels need an NVIDIA GPU, and the tensors are on {problem.device}"
+    if problem.dtype != torch.bfloat16:
+        return f"the kernels take bfloat16, and q is {problem.dtype}"
+    if VALUE_DIMS.get(problem.head_dim) != problem.value_dim:
+        pairs = ", ".join(f"({d}, {v})" for d, v in VALUE_DIMS.items())
+        return f"the kernels take (D, d_v) of {pairs}, not ({problem.head_dim}, {problem.value_dim})"
+    if problem.deterministic:
+        return "the kernels sum dkv by atomics, in an order that differs from run to run"
+    return _machine_refusal(problem.device.index or 0)
+
+
+@functools.cache
+def _machine_refusal(device: int) -> str | None:
+    if importlib.util.find_spec("tilelang") is None:
+        return "TileLang is not installed (pip install slattn[tilelang])"
+    try:
+        import tilelang  # noqa: F401
+    except Exception as error:  # whatever keeps it from loading, the user is told
+        return f"TileLang does not load: {type(error).__name__}: {error} (pip install slattn[tilelang])"
+    capability = torch.cuda.get_device_capability(device)
+    if architecture(capability) is None:
+        return (
+            f"the kernels are written for compute capability 8.0, 9.x and 10.x, and "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+def forward(
+    problem: Problem,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    *,
+    reference_rounding: bool = False,
+    block: int | None = None,
+    threads: int | None = None,
+) -> Pair:
+    """out [B, S, H, d_v] bf16 and lse [B, S, H] fp32, natural logarithm, keys only, +inf for an empty row.
+
+    `reference_rounding`, `block` and `threads` are the V4 drop-in's; see docs/contract.md for the first.
+    """
+    out = q.new_empty(*q.shape[:-1], problem.value_dim)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if problem.tokens == 0 or problem.keys == 0:
+        return out.zero_(), lse.fill_(torch.inf)
+    config = forward_config(
+        _arch(q.device),
+        problem.heads,
+        problem.head_dim,
+        reference_rounding=reference_rounding,
+        block=block,
+        threads=threads,
+    )
+    sink = None if attn_sink is None else attn_sink.float()
+    indices = int32_indices(indices, problem.keys)
+    with torch.cuda.device(q.device):
+        kernel(config)(
+            _rows(q),
+            _rows(kv, 1),
+            indices.view(-1, problem.slots),
+            _flat(topk_length, indices),
+            _flat(sink, lse),
+            _rows(out),
+            lse.view(-1, problem.heads),
+            problem.queries,
+            problem.keys,
+            int(topk_length is not None),
+            int(sink is not None),
+            problem.scale,
+        )
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *,
+    needs: tuple[bool, bool, bool],
+    dkv_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dq, dkv in `dkv_dtype`, dsink in fp32), None where `needs` says so."""
+    delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink if needs[2] or attn_sink is not None else None)
+    dq, dkv = main_backward(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse, needs=needs[:2])
+    return dq, None if dkv is None else dkv.to(dkv_dtype), dsink if needs[2] else None
+
+
+def prepare(
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, attn_sink: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(delta [B, S, H], lse in base 2 with the sink [B, S, H], dsink [H] where there is a sink), all fp32."""
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    sink = None if attn_sink is None else attn_sink.float()
+    shares = lse2 if sink is None else torch.empty_like(lse)
+    if lse.numel():
+        with torch.cuda.device(out.device):
+            kernel(PrepareConfig(_arch(out.device), problem.value_dim))(
+                out.view(-1, problem.value_dim),
+                grad_out.view(-1, problem.value_dim),
+                lse.view(-1),
+                _flat(sink, lse),
+                delta.view(-1),
+                lse2.view(-1),
+                shares.view(-1),
+                problem.heads,
+                1,
+                int(sink is not None),
+            )
+    return delta, lse2, None if sink is None else shares.sum((0, 1))
+
+
+def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
+    """<out, grad_out> over the last axis in fp32; out and grad_out bf16, contiguous, of a value size the kernels take."""
+    delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
+    flat = delta.view(-1)
+    if flat.numel():
+        with torch.cuda.device(out.device):
+            kernel(PrepareConfig(_arch(out.device), out.shape[-1]))(
+                out.view(-1, out.shape[-1]),
+                grad_out.view(-1, out.shape[-1]),
+                flat,
+                flat[:1],
+                flat,
+                flat,
+                flat,
+                1,
+                0,
+                0,
+            )
+    return delta
+
+
+def main_backward(
+    problem: Problem,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    grad_out: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    lse: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+    *,
+    needs: tuple[bool, bool] = (True, True),
+    dkv: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dq [B, S, H, D] bf16, dkv [B, N, D] fp32): the gradients from delta and an lse in base 2, sink included.
+
+    Adds into `dkv` where it is given. lse (natural, keys only) is read with a grad_lse only.
+    """
+    need_q, need_kv = needs
+    dq = torch.empty_like(q) if need_q else None
+    if need_kv and dkv is None:
+        dkv = kv.new_zeros(kv.shape, dtype=torch.float32)
+    if not (need_q or need_kv):
+        return None, None
+    if problem.tokens == 0 or problem.keys == 0:
+        return None if dq is None else dq.zero_(), dkv
+    config = backward_config(
+        _arch(q.device), problem.heads, problem.head_dim, grad_lse=grad_lse is not None, dq=need_q, dkv=need_kv
+    )
+    indices = int32_indices(indices, problem.keys)
+    with torch.cuda.device(q.device):
+        kernel(config)(
+            _rows(q),
+            _rows(kv, 1),
+            _rows(grad_out),
+            indices.view(-1, problem.slots),
+            _flat(topk_length, indices),
+            lse2.view(-1, problem.heads),
+            delta.view(-1, problem.heads),
+            (lse2 if lse is None else lse).view(-1, problem.heads),
+            (lse2 if grad_lse is None else grad_lse).view(-1, problem.heads),
+            _rows(q if dq is None else dq),
+            lse2.new_empty(1, problem.head_dim) if dkv is None else _rows(dkv, 1),
+            problem.queries,
+            problem.keys,
+            int(topk_length is not None),
+            problem.scale,
+        )
+    return dq, dkv
+
+
+def _arch(device: torch.device) -> int:
+    arch = architecture(torch.cuda.get_device_capability(device))
+    assert arch is not None, "refusal() comes first"
+    return arch
+
+
+def _rows(tensor: Tensor, keep: int = 2) -> Tensor:
+    """The tensor with all but its last `keep` axes joined, at an address that 16-byte loads take."""
+    tensor = tensor.view(-1, *tensor.shape[-keep:])
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _flat(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """The tensor flat; where there is none, one element of another, which the kernel does not read."""
+    return stand_in.view(-1)[:1] if tensor is None else tensor.view(-1)

@@ -1,0 +1,54 @@
+"""Configurations to compiled kernels, once a process each; TileLang keeps the binaries on disk between processes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from slattn.kernels.config import TARGETS, BackwardConfig, ForwardConfig, PrepareConfig
+
+Config = ForwardConfig | BackwardConfig | PrepareConfig
+
+
+@functools.cache
+def kernel(config: Config) -> Any:
+    """The compiled kernel of a configuration; `kernel.cache_info().misses` counts what was compiled."""
+    import tilelang
+
+    return tilelang.compile(program(config), target=target(config.arch), pass_configs=pass_configs(config))
+
+
+def program(config: Config) -> Any:
+    """The TileLang program of a configuration."""
+    if isinstance(config, ForwardConfig):
+        from slattn.kernels.forward import forward
+
+        return forward(config)
+    if isinstance(config, BackwardConfig):
+        from slattn.kernels.backward import backward
+
+        return backward(config)
+    from slattn.kernels.prepare import prepare
+
+    return prepare(config)
+
+
+def target(arch: int) -> dict[str, str]:
+    """What TileLang compiles for."""
+    return {"kind": "cuda", "arch": TARGETS[arch]}
+
+
+def pass_configs(config: Config) -> dict[str, Any]:
+    """TileLang's switches. The programs place their own barriers and guard their own addresses.
+
+    Its pass that merges shared memory aggressively stays off: it overwrote live buffers in backward kernels of this
+    kind (tile-ai/tilelang issue 2199).
+    """
+    return {
+        "tl.disable_tma_lower": True,
+        "tl.disable_warp_specialized": True,
+        "tl.disable_thread_storage_sync": not isinstance(config, PrepareConfig),
+        "tl.disable_safe_memory_legalize": True,
+        "tl.enable_aggressive_shared_memory_merge": False,
+        "tl.enable_fast_math": not getattr(config, "reference_rounding", False),
+    }

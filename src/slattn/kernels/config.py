@@ -1,0 +1,163 @@
+"""Launch configurations: what a kernel is compiled for, and the shared memory that it takes.
+
+Nothing here imports TileLang, so that every choice can be tested on any machine. Sizes of a call (T, N, B, K, H) are
+never part of a configuration: one compiled kernel serves them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+VALUE_DIMS = {64: 64, 128: 128, 256: 256, 512: 512, 576: 512}  # head dimension -> value dimension
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one block of threads may use
+TARGETS = {80: "sm_80", 90: "sm_90a", 100: "sm_100a"}
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled forward kernel: `head_tile` heads a block of threads, `block` slots a step, two key buffers."""
+
+    arch: int
+    head_tile: int
+    head_dim: int
+    value_dim: int
+    block: int
+    threads: int
+    reference_rounding: bool = False
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether the products run on Hopper's warpgroup instructions, which want 64 rows."""
+        return self.arch == 90 and self.head_tile == 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block of threads."""
+        numbers = self.head_tile * self.head_dim + 2 * self.block * self.head_dim + self.head_tile * self.block
+        return 2 * numbers + 8 * self.block
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled backward kernel. `grad_lse`: a gradient of lse comes in. dq, dkv: which gradients it computes."""
+
+    arch: int
+    head_tile: int
+    head_dim: int
+    value_dim: int
+    threads: int
+    grad_lse: bool = False
+    dq: bool = True
+    dkv: bool = True
+    block: int = 64  # the reductions are written for 4 warps of 16 rows
+
+    @property
+    def wgmma(self) -> bool:
+        """Whether the products run on Hopper's warpgroup instructions: the 64 keys of a block are their rows."""
+        return self.arch == 90
+
+    @property
+    def chunk(self) -> int:
+        """Columns of dkv formed at a time: 64 for each group of 4 warps, as far as the row has them."""
+        return min(64 * (self.threads // 128), self.value_dim)
+
+    @property
+    def query_parts(self) -> tuple[tuple[int, int], ...]:
+        """(start, width) of the pieces of dQ^T, whose rows the warps share evenly."""
+        if self.head_dim % (self.threads // 2) == 0:
+            return ((0, self.head_dim),)
+        return (0, self.value_dim), (self.value_dim, self.head_dim - self.value_dim)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block of threads."""
+        numbers = self.head_tile * (self.head_dim + self.value_dim) + self.block * (self.head_dim + 2 * self.head_tile)
+        return 2 * numbers + 8 * self.block + 16 * self.head_tile
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """One compiled kernel that makes delta and the base-2 lse out of a forward's results."""
+
+    arch: int
+    value_dim: int
+    rows: int = 16
+    threads: int = 128
+
+
+def architecture(capability: tuple[int, int]) -> int | None:
+    """The architecture whose kernels a device of this compute capability runs; None where there are none."""
+    if capability == (8, 0):
+        return 80
+    return {9: 90, 10: 100}.get(capability[0])
+
+
+def head_tiles(head_dim: int) -> tuple[int, ...]:
+    """Heads that one block of threads may take. Below D = 512 a tile of 32 would gain too little over one of 64."""
+    return (64, 32, 16) if head_dim >= 512 else (64, 16)
+
+
+def forward_config(
+    arch: int,
+    heads: int,
+    head_dim: int,
+    *,
+    reference_rounding: bool = False,
+    block: int | None = None,
+    threads: int | None = None,
+) -> ForwardConfig:
+    """The forward's configuration for a head count; `block` and `threads` where the caller fixes them.
+
+    Raises:
+        ValueError: a block or a number of threads that no kernel of this architecture can have.
+    """
+    tile = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
+    config = ForwardConfig(
+        arch=arch,
+        head_tile=tile,
+        head_dim=head_dim,
+        value_dim=VALUE_DIMS[head_dim],
+        block=64 if block is None else block,
+        threads=(128 if tile == 16 or head_dim < 256 else 256) if threads is None else threads,
+        reference_rounding=reference_rounding,
+    )
+    if block is None and config.shared_bytes > SHARED_BYTES[arch]:
+        config = replace(config, block=32)
+    if config.block not in (32, 64, 128) or config.threads not in (128, 256):
+        raise ValueError(
+            f"the forward kernel takes a block of 32, 64 or 128 slots and 128 or 256 threads; "
+            f"got block {config.block}, threads {config.threads}"
+        )
+    if config.shared_bytes > SHARED_BYTES[arch]:
+        raise ValueError(
+            f"a block of {config.block} slots at {heads} heads of {head_dim} needs {config.shared_bytes} bytes of "
+            f"shared memory; this architecture has {SHARED_BYTES[arch]}"
+        )
+    return config
+
+
+def backward_config(
+    arch: int, heads: int, head_dim: int, *, grad_lse: bool = False, dq: bool = True, dkv: bool = True
+) -> BackwardConfig:
+    """The backward's configuration for a head count: the widest head tile that covers it and fits."""
+    widest = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
+    for tile in (tile for tile in head_tiles(head_dim) if tile <= widest):
+        threads = 128 if tile == 16 or head_dim < 256 else 256
+        config = BackwardConfig(arch, tile, head_dim, VALUE_DIMS[head_dim], threads, grad_lse=grad_lse, dq=dq, dkv=dkv)
+        if config.shared_bytes <= SHARED_BYTES[arch]:
+            break
+    return config
+
+
+def claimed() -> list[ForwardConfig | BackwardConfig | PrepareConfig]:
+    """Every configuration that calls can ask for, but for the rarer flags: each is compiled by the tests."""
+    configs: list[ForwardConfig | BackwardConfig | PrepareConfig] = []
+    for arch in TARGETS:
+        for head_dim in VALUE_DIMS:
+            configs += [forward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
+            configs += [backward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
+    configs += [forward_config(90, 64, 512, reference_rounding=True)]
+    configs += [backward_config(90, 64, head_dim, grad_lse=True) for head_dim in (512, 576)]
+    configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
+    configs += [PrepareConfig(arch, value_dim) for arch in TARGETS for value_dim in set(VALUE_DIMS.values())]
+    return list(dict.fromkeys(configs))

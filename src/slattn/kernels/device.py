@@ -1,0 +1,159 @@
+"""Pieces that the forward and the backward program share: the gather of key rows, and one CUDA helper.
+
+A block's slots are loaded by 8 threads a row: thread `tx` holds the slots of rows `tx // 8`, `tx // 8 + threads / 8`
+and so on, and copies 16 bytes of every 128-byte piece of its rows.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+# reduce_rows adds a [64, 32k] fp32 accumulator tile, as the tensor core leaves it (rows of a warp: 8 quads; a quad's
+# lane holds 2 neighbouring columns of every 8), to rows of a table in global memory. Between the two quads that hold
+# an even and the next odd row, lanes exchange pairs of columns so that each ends with 4 neighbouring columns of both
+# rows and one instruction of a warp covers 4 rows x 128 bytes: an H200 reduces that shape at 3.75 TB/s, and the
+# accumulator's own, 8 rows x 32 bytes, at 2.3.
+PRELUDE = r"""
+namespace slattn {
+__device__ __forceinline__ void reduce4(float* to, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+               ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#else
+  atomicAdd(to, a); atomicAdd(to + 1, b); atomicAdd(to + 2, c); atomicAdd(to + 3, d);
+#endif
+}
+
+template <int kColumns>  // columns of the tile that one warp holds
+__device__ __forceinline__ void reduce_rows(const float* tile, float* table, const int* rows, int64_t first, int dim,
+                                            int column) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const bool odd = lane & 4, right = lane & 1;
+  column += threadIdx.x / 128 * kColumns + (lane & 2) * 2 + (odd ? 16 : 0) + (right ? 8 : 0);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = warp * 16 + half * 8 + lane / 8 * 2;
+    const int even_row = rows[row], odd_row = rows[row + 1];
+    float* even_to = table + (first + even_row) * dim + column;
+    float* odd_to = table + (first + odd_row) * dim + column;
+#pragma unroll
+    for (int group = 0; group < kColumns / 32; group++) {
+      float own[2], over[2], side[2], across[2];  // mine, and what lanes ^1, ^4 and ^5 get
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float* f = tile + group * 16 + half * 2 + i;
+        const float keep_l = odd ? f[8] : f[0], keep_r = odd ? f[12] : f[4];
+        const float give_l = odd ? f[0] : f[8], give_r = odd ? f[4] : f[12];
+        own[i] = right ? keep_r : keep_l;
+        side[i] = __shfl_xor_sync(0xffffffffu, right ? keep_l : keep_r, 1);
+        over[i] = __shfl_xor_sync(0xffffffffu, right ? give_r : give_l, 4);
+        across[i] = __shfl_xor_sync(0xffffffffu, right ? give_l : give_r, 5);
+      }
+      float mine[4], theirs[4];  // 4 neighbouring columns of this quad's row and of the other quad's
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        mine[i] = right ? side[i] : own[i];
+        mine[2 + i] = right ? own[i] : side[i];
+        theirs[i] = right ? across[i] : over[i];
+        theirs[2 + i] = right ? over[i] : across[i];
+      }
+      float e[4], o[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        e[i] = odd ? theirs[i] : mine[i];
+        o[i] = odd ? mine[i] : theirs[i];
+      }
+      if (even_row >= 0) reduce4(even_to + group * 32, e[0], e[1], e[2], e[3]);
+      if (odd_row >= 0) reduce4(odd_to + group * 32, o[0], o[1], o[2], o[3]);
+    }
+  }
+}
+}  // namespace slattn
+"""
+
+
+BF16, FP32, INT32 = "bfloat16", "float32", "int32"
+LOG2E = 1.4426950408889634
+GRID_TOKENS = 32768  # queries along the grid's y axis, which ends at 65,535; the rest go along z
+
+
+def grid(tokens: Any, heads: Any, head_tile: int) -> tuple[Any, Any, Any]:
+    """Blocks of a launch: head groups fastest, so that those of one query, which read the same keys, run together."""
+    return T.ceildiv(heads, head_tile), T.min(tokens, GRID_TOKENS), T.ceildiv(tokens, GRID_TOKENS)
+
+
+@T.macro
+def publish(wgmma: bool):
+    """Make what every thread wrote into shared memory visible to all of them, and to the tensor cores."""
+    if wgmma:
+        T.fence_proxy_async()
+    T.sync_threads()
+
+
+@T.macro
+def wait(wgmma: bool):
+    """Wait for the products issued so far; where they are synchronous there is nothing to wait for."""
+    if wgmma:
+        T.wait_wgmma(0)
+
+
+@T.macro
+def load_heads(source: Any, tile: Any, t: Any, h0: Any, heads: Any):
+    """tile = source[t, h0 : h0 + rows], zeros past the last head."""
+    for i, j in T.Parallel(tile.shape[0], tile.shape[1]):
+        tile[i, j] = T.if_then_else(h0 + i < heads, source[t, h0 + i, j], T.cast(0, BF16))
+
+
+@T.macro
+def store_heads(tile: Any, target: Any, t: Any, h0: Any, heads: Any, columns: int):
+    """target[t, h0 : h0 + rows] = the first columns of tile, nothing past the last head."""
+    for i, j in T.Parallel(tile.shape[0], columns):
+        if h0 + i < heads:
+            target[t, h0 + i, j] = tile[i, j]
+
+
+@T.macro
+def load_slots(slot: Any, indices: Any, t: Any, block_id: Any, count: Any, tx: Any, threads: int):
+    """slot[r] = the index in this thread's r-th row of the block, -1 past the end of the row of slots."""
+    for r in T.unroll(slot.shape[0]):
+        k = block_id * (slot.shape[0] * threads // 8) + r * (threads // 8) + tx // 8
+        slot[r] = -1
+        if k < count:
+            slot[r] = indices[t, k]
+
+
+@T.macro
+def gather_rows(slot: Any, kv: Any, tile: Any, rows: Any, buffer: Any, first: Any, keys: Any, tx: Any, threads: int):
+    """Start copying the rows of kv that `slot` names into `tile[buffer % its buffers]`, as one asynchronous group.
+
+    A slot that names no key becomes -1, in `rows[buffer]` too; its row of the tile is filled with zeros, and
+    nothing is read for it.
+    """
+    for r in T.unroll(slot.shape[0]):
+        if slot[r] >= keys or slot[r] < 0:
+            slot[r] = -1
+        if tx % 8 == 0:
+            rows[buffer, r * (threads // 8) + tx // 8] = slot[r]
+        for c in T.unroll(tile.shape[2] // 64):
+            T.ptx_cp_async(
+                T.access_ptr(tile[buffer % tile.shape[0], r * (threads // 8) + tx // 8, c * 64 + tx % 8 * 8], "w", 8),
+                T.access_ptr(kv[first + T.max(slot[r], 0), c * 64 + tx % 8 * 8], "r", 8),
+                8,
+                slot[r] >= 0,
+            )
+    T.ptx_commit_group()
+
+
+@T.macro
+def reduce_rows(tile: Any, table: Any, rows: Any, buffer: Any, first: Any, column: Any, threads: int):
+    """Add the rows of the accumulator `tile` to table[first + rows[buffer], column:], where rows are not -1."""
+    T.call_extern(
+        "handle",
+        f"slattn::reduce_rows<{tile.shape[1] * 128 // threads}>",
+        tile.data,
+        T.access_ptr(table, "rw"),
+        T.access_ptr(rows[buffer, 0], "r", tile.shape[0]),
+        first,
+        table.shape[1],
+        column,
+    )
