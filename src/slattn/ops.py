@@ -260,7 +260,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     problem, tensors = _batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
     out, lse = backends.load(backends.choose(problem, backend)).forward(problem, *tensors)
-    return out.view(*q.shape[:-1], d_v), lse.view(q.shape[:-1])
+    # A view would be tied to its base, and a change in place by the caller would raise an error that speaks of views.
+    shape = q.shape[:-1]
+    return torch.ops.aten._unsafe_view(out, (*shape, d_v)), torch.ops.aten._unsafe_view(lse, shape)
 
 
 def _backward(
