@@ -15,6 +15,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import slattn
+
 # Name -> (module, what it does in a line).
 COMMANDS = {
     "doctor": ("slattn.commands.doctor", "what is installed, which backends run here, and what mends the others"),
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. `argv` defaults to the process's own arguments."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="slattn", description="Trainable sparse latent attention for PyTorch.")
-    parser.add_argument("--version", action="store_true", help="print the version and stop")
+    parser.add_argument("--version", action="version", version=f"slattn {slattn.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module_name, help_line) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_line, description=f"{help_line[0].upper()}{help_line[1:]}.")
@@ -37,11 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.main)
     args = parser.parse_args(argv)
-    if args.version:
-        from slattn.commands.doctor import slattn_version
-
-        print(f"slattn {slattn_version()}")
-        return 0
     if args.command is None:
         parser.error(f"which command? One of {', '.join(COMMANDS)}")
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import slattn
 from slattn import backends
 from slattn.kernels.nvcc import find_nvcc
 from slattn.problem import Problem
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
 def gather() -> dict[str, Any]:
     """What is known of this machine, as `--json` prints it."""
     return {
-        "slattn": _guarded(slattn_version),
+        "slattn": slattn.__version__,
         "python": platform.python_version(),
         "platform": _guarded(platform.platform),
         "torch": torch.__version__,
@@ -71,11 +72,6 @@ def gather() -> dict[str, Any]:
         "packages": {name: _guarded(functools.partial(_package_version, name)) for name in PACKAGES},
         "backends": {name: _backend(name) for name in backends.MODULES},
     }
-
-
-def slattn_version() -> str:
-    """This library's version; "unknown" for a source tree that is on the path and not installed."""
-    return _package_version("slattn") or "unknown"
 
 
 def _guarded(probe: Callable[[], Any]) -> Any:
