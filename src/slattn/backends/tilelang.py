@@ -133,9 +133,9 @@ def prepare(
     shares = lse2 if sink is None else torch.empty_like(lse)
     if lse.numel():
         with torch.cuda.device(out.device):
-            kernel(PrepareConfig(_arch(out.device), problem.value_dim))(
-                out.view(-1, problem.value_dim),
-                grad_out.view(-1, problem.value_dim),
+            kernel(PrepareConfig(_arch(out.device)))(
+                _pieces(out),
+                _pieces(grad_out),
                 lse.view(-1),
                 _flat(sink, lse),
                 delta.view(-1),
@@ -149,14 +149,14 @@ def prepare(
 
 
 def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
-    """<out, grad_out> over the last axis in fp32; out and grad_out bf16, contiguous, of a value size the kernels take."""
+    """<out, grad_out> over the last axis, a multiple of 64, in fp32; out and grad_out bf16, contiguous."""
     delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
     flat = delta.view(-1)
     if flat.numel():
         with torch.cuda.device(out.device):
-            kernel(PrepareConfig(_arch(out.device), out.shape[-1]))(
-                out.view(-1, out.shape[-1]),
-                grad_out.view(-1, out.shape[-1]),
+            kernel(PrepareConfig(_arch(out.device)))(
+                _pieces(out),
+                _pieces(grad_out),
                 flat,
                 flat[:1],
                 flat,
@@ -231,6 +231,11 @@ def _rows(tensor: Tensor, keep: int = 2) -> Tensor:
     """The tensor with all but its last `keep` axes joined, at an address that 16-byte loads take."""
     tensor = tensor.view(-1, *tensor.shape[-keep:])
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _pieces(tensor: Tensor) -> Tensor:
+    """[..., d_v] as [rows, d_v / 64, 64]."""
+    return _rows(tensor, 1).view(-1, tensor.shape[-1] // 64, 64)
 
 
 def _flat(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

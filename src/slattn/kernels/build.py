@@ -18,6 +18,14 @@ def kernel(config: Config) -> Any:
     return tilelang.compile(program(config), target=target(config.arch), pass_configs=pass_configs(config))
 
 
+def source(config: Config) -> str:
+    """The CUDA text of a configuration, made without nvcc or a GPU."""
+    import tilelang
+
+    with tilelang.transform.PassContext(opt_level=3, config=pass_configs(config)):
+        return str(tilelang.lower(program(config), target=target(config.arch)).kernel_source)
+
+
 def program(config: Config) -> Any:
     """The TileLang program of a configuration."""
     if isinstance(config, ForwardConfig):

@@ -1,28 +1,28 @@
-"""The device program before the backward: delta = <out, grad_out> and the base-2 lse with the sink, per query and head."""
+"""The device program before the backward: delta = <out, grad_out> and the base-2 lse with the sink."""
 
 from typing import Any
 
 import tilelang.language as T
 
 from slattn.kernels.config import PrepareConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.device import BF16, FP32, LOG2E
 
 
 def prepare(config: PrepareConfig) -> Any:
     """The program for one configuration.
 
-    Parameters of the program, all contiguous: Out, GradOut [T * H, d_v]; Lse [T * H] (natural, keys only, +inf for an
+    Parameters of the program, all contiguous: Out, GradOut [T * H, d_v / 64, 64]; Lse [T * H] (natural, keys only, +inf for an
     empty row); Sink [H] (any length, not read, unless use_sink); Delta [T * H], Lse2 [T * H] and GradSink [T * H]
     (written; GradSink, each query's share of the sink's gradient, only with use_sink); heads H; use_lse, without
     which only Delta is written, whatever the row; use_sink.
     """
-    block, threads, dim = config.rows, config.threads, config.value_dim
-    rows, sinks = T.dynamic("rows, sinks")
+    block, threads = config.rows, config.threads
+    rows, pieces, sinks = T.dynamic("rows, pieces, sinks")
 
     @T.prim_func
     def main(
-        Out: T.Tensor((rows, dim), BF16),
-        GradOut: T.Tensor((rows, dim), BF16),
+        Out: T.Tensor((rows, pieces, 64), BF16),
+        GradOut: T.Tensor((rows, pieces, 64), BF16),
         Lse: T.Tensor((rows,), FP32),
         Sink: T.Tensor((sinks,), FP32),
         Delta: T.Tensor((rows,), FP32),
@@ -33,16 +33,19 @@ def prepare(config: PrepareConfig) -> Any:
         use_sink: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, block), threads=threads) as bx:
-            product = T.alloc_fragment((block, dim), FP32)
+            product = T.alloc_fragment((block, 64), FP32)
             delta = T.alloc_fragment((block,), FP32)
             sink = T.alloc_fragment((block,), FP32)
             lse = T.alloc_fragment((block,), FP32)
             peak = T.alloc_fragment((block,), FP32)
             lse2 = T.alloc_fragment((block,), FP32)
-            for i, j in T.Parallel(block, dim):
-                product[i, j] = 0.0
-                if bx * block + i < rows:
-                    product[i, j] = T.cast(Out[bx * block + i, j], FP32) * T.cast(GradOut[bx * block + i, j], FP32)
+            T.fill(product, 0)
+            for c in T.serial(pieces):
+                for i, j in T.Parallel(block, 64):
+                    if bx * block + i < rows:
+                        product[i, j] += T.cast(Out[bx * block + i, c, j], FP32) * T.cast(
+                            GradOut[bx * block + i, c, j], FP32
+                        )
             T.reduce_sum(product, delta, dim=1)
             for i in T.Parallel(block):
                 if bx * block + i < rows:

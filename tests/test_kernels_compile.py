@@ -1,0 +1,132 @@
+"""Every configuration claimed compiles for its architecture, fits its shared memory and, on SM90a, spills nothing."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from slattn.kernels.config import (
+    SHARED_BYTES,
+    TARGETS,
+    VALUE_DIMS,
+    BackwardConfig,
+    ForwardConfig,
+    PrepareConfig,
+    architecture,
+    backward_config,
+    claimed,
+    forward_config,
+    head_tiles,
+)
+from slattn.kernels.nvcc import find_nvcc
+
+CLAIMED = claimed()
+
+
+def name(config):
+    kind = type(config).__name__.removesuffix("Config").lower()
+    fields = vars(config)
+    flags = [field for field in ("reference_rounding", "grad_lse") if fields.get(field)]
+    flags += [f"no_{field}" for field in ("dq", "dkv") if fields.get(field) is False]
+    sizes = [str(fields[field]) for field in ("head_tile", "head_dim", "value_dim") if field in fields]
+    return "-".join([TARGETS[config.arch], kind, *sizes, *flags])
+
+
+@pytest.mark.parametrize("config", CLAIMED, ids=name)
+def test_compiles_and_fits(config, tmp_path):
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed: pip install slattn[tilelang]")
+    nvcc = find_nvcc()
+    assert nvcc is not None, "no nvcc found: install nvidia-cuda-nvcc and its companions of requirements/test.txt"
+    from slattn.kernels.build import source
+
+    text = tmp_path / "kernel.cu"
+    text.write_text(source(config))
+    report = ptxas(nvcc, config, text, Path(tilelang.__file__).parent)
+    dynamic = requested_shared_bytes(config)
+    assert dynamic <= SHARED_BYTES[config.arch]
+    assert not re.search(r"C75\d\d", report), report
+    if config.arch == 90:
+        assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report), report
+        assert "0 bytes stack frame" in report, report
+
+
+def ptxas(nvcc, config, text, tilelang):
+    """What the assembler says of a kernel."""
+    target = TARGETS[config.arch].removeprefix("sm_")
+    fast = [] if getattr(config, "reference_rounding", False) else ["--use_fast_math"]
+    command = [
+        *(nvcc, "-std=c++20", "-O3", "-cubin", "-o", str(text.with_suffix(".cubin"))),
+        *("-gencode", f"arch=compute_{target},code=sm_{target}"),
+        *("-I", str(tilelang / "src"), "-I", str(tilelang / "3rdparty" / "cutlass" / "include")),
+        *("--expt-relaxed-constexpr", "--expt-extended-lambda", "-Xptxas=-v", *fast, str(text)),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+def requested_shared_bytes(config):
+    return 0 if isinstance(config, PrepareConfig) else config.shared_bytes
+
+
+def test_few_enough_to_compile_them_all():
+    assert len(CLAIMED) <= 80
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("head_dim", VALUE_DIMS)
+def test_every_head_count_has_a_configuration(arch, head_dim):
+    for heads in range(1, 257):
+        for config in (forward_config(arch, heads, head_dim), backward_config(arch, heads, head_dim)):
+            assert config in CLAIMED
+            assert config.head_tile in head_tiles(head_dim)
+            assert config.shared_bytes <= SHARED_BYTES[arch]
+
+
+def test_few_heads_waste_no_tile():
+    assert forward_config(90, 16, 512).head_tile == backward_config(90, 16, 512).head_tile == 16
+    assert forward_config(90, 17, 512).head_tile == backward_config(90, 17, 512).head_tile == 32
+    assert forward_config(90, 128, 512).head_tile == backward_config(90, 128, 512).head_tile == 64
+
+
+def test_a_tile_that_does_not_fit_is_refused_with_its_size():
+    with pytest.raises(ValueError, match=r"needs \d+ bytes of shared memory; this architecture has 232448"):
+        forward_config(90, 64, 576, block=128)
+    with pytest.raises(ValueError, match="32, 64 or 128 slots and 128 or 256 threads; got block 48, threads 256"):
+        forward_config(90, 64, 512, block=48)
+
+
+def test_a_tile_that_the_caller_sets_is_honoured():
+    config = forward_config(90, 16, 128, block=32, threads=128)
+    assert (config.block, config.threads) == (32, 128)
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((8, 0), 80), ((9, 0), 90), ((10, 0), 100), ((8, 6), None), ((7, 5), None)]
+)
+def test_architecture(capability, expected):
+    assert architecture(capability) == expected
+
+
+def test_sizes_of_a_call_are_in_no_configuration():
+    fields = set(ForwardConfig.__dataclass_fields__) | set(BackwardConfig.__dataclass_fields__)
+    assert not fields & {"tokens", "queries", "keys", "slots", "batch", "heads", "scale"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "head_dim"), [(64, 512), (16, 576)])
+def test_another_length_compiles_nothing(heads, head_dim):
+    import slattn
+    from slattn.kernels.build import kernel
+
+    def step(batch, queries, keys, slots):
+        q = torch.randn(batch, queries, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        kv = torch.randn(batch, keys, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        indices = torch.randint(keys, (batch, queries, slots), device="cuda", dtype=torch.int32)
+        slattn.sparse_attention(q, kv, indices, backend="tilelang").sum().backward()
+        return kernel.cache_info().misses
+
+    first = step(1, 48, 48, 64)
+    assert [step(1, 129, 129, 64), step(2, 1024, 1024, 160), step(1, 1025, 1400, 2063), step(3, 5, 7, 1)] == [first] * 4
