@@ -18,11 +18,11 @@ bfloat16, float32, int32 = "bfloat16", "float32", "int32"  # equal to TileLang's
 
 
 def preprocess(
-    B: int,  # noqa: N803
-    S: int,  # noqa: N803
-    H: int,  # noqa: N803
-    D: int,  # noqa: N803
-    block_ND: int = 32,  # noqa: N803
+    B: int,
+    S: int,
+    H: int,
+    D: int,
+    block_ND: int = 32,
     num_stages: int = 5,
     dtype: str = bfloat16,
     accum_dtype: str = float32,
@@ -45,11 +45,11 @@ def preprocess(
 
 
 def bwd(
-    B: int,  # noqa: N803
-    S: int,  # noqa: N803
-    S_kv: int,  # noqa: N803
-    H: int,  # noqa: N803
-    D: int,  # noqa: N803
+    B: int,
+    S: int,
+    S_kv: int,
+    H: int,
+    D: int,
     topk: int,
     sm_scale: float | None = None,
     block_size: int = 32,
@@ -128,10 +128,10 @@ def bwd(
 
 
 def postprocess(
-    B: int,  # noqa: N803
-    S_kv: int,  # noqa: N803
-    D: int,  # noqa: N803
-    block_N: int = 64,  # noqa: N803
+    B: int,
+    S_kv: int,
+    D: int,
+    block_N: int = 64,
     threads: int = 128,
     dtype: str = bfloat16,
     accum_dtype: str = float32,

@@ -24,7 +24,7 @@ def sparse_mqa_fwd(
     dim: int,
     topk: int,
     sm_scale: float | None = None,
-    block_I: int = _BLOCK,  # noqa: N803
+    block_I: int = _BLOCK,
     num_stages: int = _STAGES,
     threads: int = _THREADS,
     reference_rounding: bool = False,
@@ -80,7 +80,7 @@ def sparse_mqa_fwd_interface(
     attn_sink: Tensor,
     topk_idxs: Tensor,
     sm_scale: float | None = None,
-    block_I: int = _BLOCK,  # noqa: N803
+    block_I: int = _BLOCK,
     num_stages: int = _STAGES,
     threads: int = _THREADS,
     reference_rounding: bool = False,
