@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+# The tests' matrices are small: on a busy machine threads wait for one another longer than they compute (7 times).
+torch.set_num_threads(1)
+
 REQUIRE_GPU = os.environ.get("SLATTN_REQUIRE_GPU") == "1"
 
 
