@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slattn.automodel.tilelang_sparse_mla_fwd import LOG2E, describe_v4, masked_indices
+from slattn.automodel.tilelang_sparse_mla_fwd import LOG2E, describe_v4, masked_indices, refuse
 from slattn.backends import tilelang
+from slattn.problem import Problem
 
 bfloat16, float32, int32 = "bfloat16", "float32", "int32"  # equal to TileLang's dtypes, which are str
 
@@ -33,12 +34,16 @@ def preprocess(
 
     Raises:
         ValueError: dtypes other than the defaults; the kernel, for tensors of another shape.
+        TypeError: the kernel, for a wrong dtype.
+        slattn.BackendRefusal: the kernel, where there is no CUDA device, no TileLang, or a D it does not take.
     """
     _dtypes(dtype, accum_dtype)
 
+    @torch.no_grad()
     def kernel(o: Tensor, do: Tensor) -> Tensor:
         _shaped("o", o, (B, S, H, D), torch.bfloat16)
-        _shaped("do", do, (B, S, H, D), torch.bfloat16)
+        _shaped("do", do, (B, S, H, D), torch.bfloat16, o.device)
+        refuse(Problem(B, S, 0, H, 1, D, D, 1.0, o.dtype, o.device, False))
         return tilelang.delta_of(o.contiguous(), do.contiguous())
 
     return kernel
@@ -86,6 +91,7 @@ def bwd(
                 f"into one buffer and has the threads its head tile needs; got {value}"
             )
 
+    @torch.no_grad()
     def kernel(*arguments: Tensor) -> Tensor:
         if len(arguments) not in (9, 10):
             raise TypeError(
@@ -95,8 +101,8 @@ def bwd(
         q, kv, do, attn_sink, topk_idxs = arguments[:5]
         valid_mask = arguments[5] if len(arguments) == 10 else None
         lse, delta, dkv, d_attn_sink = arguments[-4:]
+        _shaped("q", q, (B, S, H, D), torch.bfloat16)
         for name, tensor, shape, kind in (
-            ("q", q, (B, S, H, D), torch.bfloat16),
             ("kv", kv, (B, S_kv, D), torch.bfloat16),
             ("do", do, (B, S, H, D), torch.bfloat16),
             ("topk_idxs", topk_idxs, (B, S, topk), getattr(torch, str(indices_dtype))),
@@ -105,10 +111,11 @@ def bwd(
             ("dkv", dkv, (B, S_kv, D), torch.float32),
             ("d_attn_sink", d_attn_sink, (H,), torch.float32),
         ):
-            _shaped(name, tensor, shape, kind)
+            _shaped(name, tensor, shape, kind, q.device)
+        problem = describe_v4(q, kv, attn_sink, topk_idxs, sm_scale)
         if not (dkv.is_contiguous() and d_attn_sink.is_contiguous()):
             raise ValueError("dkv and d_attn_sink are added to in place and must be contiguous")
-        problem = describe_v4(q, kv, attn_sink, topk_idxs, sm_scale)
+        sums = dkv if dkv.data_ptr() % 16 == 0 else torch.zeros_like(dkv)  # the kernel adds four numbers at a time
         dq, _ = tilelang.main_backward(
             problem,
             q.contiguous(),
@@ -118,9 +125,11 @@ def bwd(
             do.contiguous(),
             lse.contiguous(),
             delta.contiguous(),
-            dkv=dkv,
+            dkv=sums,
         )
         assert dq is not None
+        if sums is not dkv:
+            dkv += sums
         d_attn_sink += _sink_gradient(attn_sink, lse, delta)
         return dq
 
@@ -207,10 +216,14 @@ def _dtypes(dtype: str, accum_dtype: str) -> None:
         raise ValueError(f"the kernels take bfloat16 and accumulate in float32; got {dtype} and {accum_dtype}")
 
 
-def _shaped(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _shaped(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}; got {list(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, as the others are; got {tensor.device}")

@@ -17,6 +17,7 @@ from slattn.problem import Problem, describe
 
 LOG2E = 1.4426950408889634
 _BLOCK, _STAGES, _THREADS = 64, 2, 256  # the defaults: at these the library runs its best kernel
+_NAMES = {"indices": "topk_idxs", "scale": "sm_scale"}  # slattn.problem's names -> V4's
 
 
 def sparse_mqa_fwd(
@@ -44,11 +45,16 @@ def sparse_mqa_fwd(
         is in range.
 
     Raises:
-        ValueError: a block_I, num_stages or threads that the kernel cannot have; the kernel, for other H, D or K.
+        ValueError: a block_I, num_stages or threads that no kernel has; the kernel, for other H, D or K, or for a
+            block_I that does not fit the machine's shared memory.
     """
     if num_stages != _STAGES:
         raise ValueError(f"num_stages must be {_STAGES}: the kernel has two key buffers in turn; got {num_stages}")
+    for name, value, taken in (("block_I", block_I, (32, 64, 128)), ("threads", threads, (128, 256))):
+        if value not in taken:
+            raise ValueError(f"{name} must be one of {taken}; got {value}")
 
+    @torch.no_grad()
     def kernel(
         q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, valid_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -103,8 +109,9 @@ def sparse_mqa_fwd_interface(
         TypeError, ValueError: arguments that do not fit, as `slattn.sparse_attention`.
         slattn.BackendRefusal: no CUDA device, no TileLang, or a size the kernels do not take.
     """
-    heads, dim, topk = (*q.shape[-2:], topk_idxs.shape[-1]) if isinstance(q, Tensor) and q.dim() == 4 else (0, 0, 0)
-    kernel = sparse_mqa_fwd(heads, dim, topk, sm_scale, block_I, num_stages, threads, reference_rounding)
+    problem = describe_v4(q, kv, attn_sink, topk_idxs, sm_scale)
+    sizes = problem.heads, problem.head_dim, problem.slots
+    kernel = sparse_mqa_fwd(*sizes, sm_scale, block_I, num_stages, threads, reference_rounding)
     return kernel(q, kv, attn_sink, topk_idxs)
 
 
@@ -115,19 +122,33 @@ def describe_v4(q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, sm_
     if not isinstance(attn_sink, Tensor):
         raise TypeError(f"attn_sink must be a torch.Tensor; got {type(attn_sink).__name__}")
     head_dim = q.shape[-1] if isinstance(q, Tensor) else None
-    problem = describe(q, kv, topk_idxs, scale=sm_scale, attn_sink=attn_sink, d_v=head_dim, deterministic=False)
+    try:
+        problem = describe(q, kv, topk_idxs, scale=sm_scale, attn_sink=attn_sink, d_v=head_dim, deterministic=False)
+    except (TypeError, ValueError) as error:
+        name, _, words = str(error).partition(" ")
+        raise type(error)(f"{_NAMES.get(name, name)} {words}") from None
+    if kv.dtype != q.dtype:
+        raise TypeError(f"kv must be {q.dtype}, as q is; got {kv.dtype}")
+    refuse(problem)
+    return problem
+
+
+def refuse(problem: Problem) -> None:
+    """Raise what the kernels have against a problem, if anything."""
     reason = tilelang.refusal(problem)
     if reason is not None:
         raise BackendRefusal(f"the TileLang kernels cannot run this call: {reason}")
-    return problem
 
 
 def masked_indices(topk_idxs: Tensor, valid_mask: Tensor | None) -> Tensor:
     """The indices, contiguous, with -1 where the mask, if there is one, is zero."""
     if valid_mask is None:
         return topk_idxs.contiguous()
-    if valid_mask.shape != topk_idxs.shape:
+    if not isinstance(valid_mask, Tensor):
+        raise TypeError(f"valid_mask must be a torch.Tensor; got {type(valid_mask).__name__}")
+    if valid_mask.shape != topk_idxs.shape or valid_mask.device != topk_idxs.device:
         raise ValueError(
-            f"valid_mask must have topk_idxs's shape, {list(topk_idxs.shape)}; got {list(valid_mask.shape)}"
+            f"valid_mask must have topk_idxs's shape and device, {list(topk_idxs.shape)} on {topk_idxs.device}; "
+            f"got {list(valid_mask.shape)} on {valid_mask.device}"
         )
-    return topk_idxs.masked_fill(valid_mask == 0, -1)
+    return topk_idxs.masked_fill(valid_mask == 0, -1).contiguous()
