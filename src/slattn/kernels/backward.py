@@ -141,11 +141,13 @@ def backward(config: BackwardConfig) -> Any:
                         gemm(p_s, do_s[:, c * chunk : (c + 1) * chunk], dkv, clear_accum=True)
                         gemm(ds_s, q_s[:, c * chunk : (c + 1) * chunk], dkv)
                         wait(config.wgmma)
-                        reduce_rows(dkv, GradKV, row_s, b % 2, first, c * chunk, threads)
+                        reduce_rows(dkv, GradKV, row_s, b % 2, first, c * chunk + tx // 128 * 64, threads // 32)
                     if config.dkv and dim > value_dim:
                         gemm(ds_s, q_s[:, value_dim:dim], tail, clear_accum=True)
                         wait(config.wgmma)
-                        reduce_rows(tail, GradKV, row_s, b % 2, first, value_dim, threads)
+                        reduce_rows(
+                            tail, GradKV, row_s, b % 2, first, value_dim + tx // 128 * (8192 // threads), threads // 32
+                        )
                 T.ptx_wait_group(0)
                 if config.dq:
                     T.sync_threads()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from slattn.kernels.config import TARGETS, BackwardConfig, ForwardConfig, PrepareConfig
+from slattn.kernels.config import TARGETS, BackwardConfig, ForwardConfig, HopperBackwardConfig, PrepareConfig
 
-Config = ForwardConfig | BackwardConfig | PrepareConfig
+Config = ForwardConfig | BackwardConfig | HopperBackwardConfig | PrepareConfig
 
 
 @functools.cache
@@ -21,9 +21,11 @@ def kernel(config: Config) -> Any:
 def source(config: Config) -> str:
     """The CUDA text of a configuration, made without nvcc or a GPU."""
     import tilelang
+    from tilelang import tvm
 
-    with tilelang.transform.PassContext(opt_level=3, config=pass_configs(config)):
-        return str(tilelang.lower(program(config), target=target(config.arch)).kernel_source)
+    where = tvm.target.Target(target(config.arch))
+    with where, tilelang.transform.PassContext(opt_level=3, config=pass_configs(config)):
+        return str(tilelang.lower(program(config), target=where).kernel_source)
 
 
 def program(config: Config) -> Any:
@@ -36,6 +38,10 @@ def program(config: Config) -> Any:
         from slattn.kernels.backward import backward
 
         return backward(config)
+    if isinstance(config, HopperBackwardConfig):
+        from slattn.kernels.hopper_backward import hopper_backward
+
+        return hopper_backward(config)
     from slattn.kernels.prepare import prepare
 
     return prepare(config)
@@ -53,7 +59,7 @@ def pass_configs(config: Config) -> dict[str, Any]:
     kind (tile-ai/tilelang issue 2199).
     """
     return {
-        "tl.disable_tma_lower": True,
+        "tl.disable_tma_lower": not isinstance(config, HopperBackwardConfig),
         "tl.disable_warp_specialized": True,
         "tl.disable_thread_storage_sync": not isinstance(config, PrepareConfig),
         "tl.disable_safe_memory_legalize": True,

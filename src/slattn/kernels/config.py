@@ -76,6 +76,17 @@ class BackwardConfig:
 
 
 @dataclass(frozen=True)
+class HopperBackwardConfig:
+    """One compiled Hopper backward kernel: 64 heads, 64 slots a step, three warpgroups."""
+
+    head_dim: int
+    value_dim: int
+    front_registers: int = 120
+    back_registers: int = 192
+    arch: int = 90
+
+
+@dataclass(frozen=True)
 class PrepareConfig:
     """One compiled kernel that makes delta and the base-2 lse out of a forward's results."""
 

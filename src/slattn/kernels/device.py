@@ -29,7 +29,7 @@ __device__ __forceinline__ void reduce_rows(const float* tile, float* table, con
                                             int column) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const bool odd = lane & 4, right = lane & 1;
-  column += threadIdx.x / 128 * kColumns + (lane & 2) * 2 + (odd ? 16 : 0) + (right ? 8 : 0);
+  column += (lane & 2) * 2 + (odd ? 16 : 0) + (right ? 8 : 0);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = warp * 16 + half * 8 + lane / 8 * 2;
@@ -145,11 +145,15 @@ def gather_rows(slot: Any, kv: Any, tile: Any, rows: Any, buffer: Any, first: An
 
 
 @T.macro
-def reduce_rows(tile: Any, table: Any, rows: Any, buffer: Any, first: Any, column: Any, threads: int):
-    """Add the rows of the accumulator `tile` to table[first + rows[buffer], column:], where rows are not -1."""
+def reduce_rows(tile: Any, table: Any, rows: Any, buffer: Any, first: Any, column: Any, warps: int = 4):
+    """Add rows of an accumulator to table[first + rows[buffer], column:], where rows are not -1.
+
+    Each 4 of the `warps` that hold `tile` [64, columns] have their share of its columns; `column` is where the
+    calling thread's share begins.
+    """
     T.call_extern(
         "handle",
-        f"slattn::reduce_rows<{tile.shape[1] * 128 // threads}>",
+        f"slattn::reduce_rows<{tile.shape[1] * 4 // warps}>",
         tile.data,
         T.access_ptr(table, "rw"),
         T.access_ptr(rows[buffer, 0], "r", tile.shape[0]),

@@ -1,0 +1,222 @@
+"""The backward device program for Hopper (SM90): warp-specialised, persistent, one block of threads an SM.
+
+Three warpgroups share a query's 64 heads. The front gathers the keys of a block of 64 slots, forms S and dP as their
+columns land, and leaves P and dS in shared memory; the two back groups each hold half of the columns: first of dQ, in
+registers over the whole row, then of dKV, 64 columns at a time, reduced into the fp32 dkv straight from registers.
+
+    front     | gather b+1, S, dP, softmax of b+1        | gather b+2 ...
+    back      | dQ b | dKV b: 4 chunks, each reduced     | dQ b+1 | ...
+
+The reductions are the limit (docs/performance.md), so everything else is arranged to run behind them: dQ comes first
+and releases the key buffer, P and dS have two buffers, and a query's Q and dO are replaced piece by piece while the
+last block's chunks still go out.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+
+from slattn.kernels.config import HopperBackwardConfig
+from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE, load_slots, reduce_rows
+
+GROUP = 128  # threads of a warpgroup
+HEADS, BLOCK = 64, 64
+
+
+def hopper_backward(config: HopperBackwardConfig) -> Any:
+    """The program; its parameters are those of `slattn.kernels.backward.backward`, and the number of SMs."""
+    dim, half, pieces = config.head_dim, config.head_dim // 2, config.head_dim // 128
+    tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
+    lengths = T.dynamic("lengths")
+    every_piece = tuple(range(pieces))  # a Python loop: its body is written out for each
+
+    @T.macro
+    def load_query(g: Any, m: Any, c: int, t: Any, h0: Any, turn: Any):
+        """Start loading the columns of Q and dO that the back groups' chunk `c` reads, once the last query's is done."""
+        T.barrier_wait(m.query_free[c], turn % 2 ^ 1)
+        for side in (0, 1):
+            T.tma_copy(
+                g.q[t, h0 : h0 + HEADS, side * half + c * 64 : side * half + c * 64 + 64],
+                m.q[:, side * half + c * 64 : side * half + c * 64 + 64],
+                barrier=m.query_full[c],
+            )
+            T.tma_copy(
+                g.grad_out[t, h0 : h0 + HEADS, side * half + c * 64 : side * half + c * 64 + 64],
+                m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
+                barrier=m.query_full[c],
+            )
+        T.barrier_arrive(m.query_full[c])
+
+    @T.macro
+    def front(g: Any, m: Any):
+        slot = T.alloc_local((BLOCK * 8 // GROUP,), INT32)
+        s = T.alloc_fragment((HEADS, BLOCK), FP32)
+        dp = T.alloc_fragment((HEADS, BLOCK), FP32)
+        lse = T.alloc_fragment((HEADS,), FP32)
+        delta = T.alloc_fragment((HEADS,), FP32)
+        step = T.alloc_var(INT32, 0)
+        turn = T.alloc_var(INT32, 0)
+        tx = T.get_thread_binding()
+        for task in T.serial(g.tasks):
+            t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
+            h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
+            first = T.alloc_var("int64", T.cast(t // g.queries, "int64") * g.keys)
+            count = T.alloc_var(INT32, slots)
+            if g.use_lengths != 0:
+                count = T.min(T.max(g.lengths[t], 0), slots)
+            load_slots(slot, g.indices, t, 0, count, tx, GROUP)
+            for h in T.Parallel(HEADS):
+                lse[h] = T.if_then_else(h0 + h < heads, g.lse2[t, h0 + h], T.infinity(FP32))
+                delta[h] = T.if_then_else(h0 + h < heads, g.delta[t, h0 + h], 0.0)
+            for b in T.serial(T.ceildiv(count, BLOCK)):
+                T.barrier_wait(m.key_free, step % 2 ^ 1)
+                for r in T.unroll(4):
+                    if slot[r] >= g.keys or slot[r] < 0:
+                        slot[r] = -1
+                    if tx % 8 == 0:
+                        m.rows[step % 2, r * 16 + tx // 8] = slot[r]
+                for c in every_piece:
+                    for r in T.unroll(4):
+                        for side in (0, 1):
+                            T.ptx_cp_async(
+                                T.access_ptr(m.kv[r * 16 + tx // 8, side * half + c * 64 + tx % 8 * 8], "w", 8),
+                                T.access_ptr(
+                                    g.kv[first + T.max(slot[r], 0), side * half + c * 64 + tx % 8 * 8], "r", 8
+                                ),
+                                8,
+                                slot[r] >= 0,
+                            )
+                    T.ptx_commit_group()
+                load_slots(slot, g.indices, t, b + 1, count, tx, GROUP)
+                if b == 0:
+                    load_query(g, m, 0, t, h0, turn)
+                for c in every_piece:
+                    T.ptx_wait_group(pieces - 1 - c)
+                    T.fence_proxy_async()
+                    T.sync_threads(1, GROUP)
+                    if b == 0:
+                        if c + 1 < pieces:
+                            load_query(g, m, c + 1, t, h0, turn)
+                        T.barrier_wait(m.query_full[c], turn % 2)
+                    for side in (0, 1):
+                        T.wgmma_gemm(
+                            m.q[:, side * half + c * 64 : side * half + c * 64 + 64],
+                            m.kv[:, side * half + c * 64 : side * half + c * 64 + 64],
+                            s,
+                            transpose_B=True,
+                            clear_accum=c + side == 0,
+                        )
+                        T.wgmma_gemm(
+                            m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
+                            m.kv[:, side * half + c * 64 : side * half + c * 64 + 64],
+                            dp,
+                            transpose_B=True,
+                            clear_accum=c + side == 0,
+                        )
+                T.wait_wgmma(0)
+                for i, j in T.Parallel(HEADS, BLOCK):
+                    s[i, j] = T.if_then_else(
+                        m.rows[step % 2, j] >= 0, T.exp2(T.min(s[i, j] * (g.scale * LOG2E) - lse[i], 0.0)), 0.0
+                    )
+                    dp[i, j] = T.if_then_else(
+                        m.rows[step % 2, j] >= 0, s[i, j] * (dp[i, j] - delta[i]) * g.scale, 0.0
+                    )
+                T.copy(s, m.p[step % 2, :, :])
+                T.copy(dp, m.ds[step % 2, :, :])
+                T.fence_proxy_async()
+                T.barrier_arrive(m.scores_full)
+                step += 1
+            if count > 0:
+                turn += 1
+
+    @T.macro
+    def back(g: Any, m: Any, side: int):
+        dq = T.alloc_fragment((HEADS, half), FP32)
+        dkv = T.alloc_fragment((BLOCK, 64), FP32)
+        step = T.alloc_var(INT32, 0)
+        for task in T.serial(g.tasks):
+            t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
+            h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
+            first = T.alloc_var("int64", T.cast(t // g.queries, "int64") * g.keys)
+            count = T.alloc_var(INT32, slots)
+            if g.use_lengths != 0:
+                count = T.min(T.max(g.lengths[t], 0), slots)
+            T.fill(dq, 0)
+            for b in T.serial(T.ceildiv(count, BLOCK)):
+                T.barrier_wait(m.scores_full, step % 2)
+                T.wgmma_gemm(m.ds[step % 2, :, :], m.kv[:, side * half : side * half + half], dq)
+                for c in every_piece:
+                    T.wgmma_gemm(
+                        m.p[step % 2, :, :],
+                        m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
+                        dkv,
+                        transpose_A=True,
+                        clear_accum=True,
+                    )
+                    T.wgmma_gemm(
+                        m.ds[step % 2, :, :],
+                        m.q[:, side * half + c * 64 : side * half + c * 64 + 64],
+                        dkv,
+                        transpose_A=True,
+                    )
+                    if c == 0:
+                        T.wait_wgmma(2)
+                        T.barrier_arrive(m.key_free)
+                    T.wait_wgmma(0)
+                    if (b + 1) * BLOCK >= count:
+                        T.barrier_arrive(m.query_free[c])
+                    reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, side * half + c * 64)
+                step += 1
+            for i, j in T.Parallel(HEADS, half):
+                if h0 + i < heads:
+                    g.grad_q[t, h0 + i, side * half + j] = dq[i, j]
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((tokens, heads, dim), BF16),
+        KV: T.Tensor((rows, dim), BF16),
+        GradOut: T.Tensor((tokens, heads, dim), BF16),
+        Indices: T.Tensor((tokens, slots), INT32),
+        Lengths: T.Tensor((lengths,), INT32),
+        Lse2: T.Tensor((tokens, heads), FP32),
+        Delta: T.Tensor((tokens, heads), FP32),
+        GradQ: T.Tensor((tokens, heads, dim), BF16),
+        GradKV: T.Tensor((rows, dim), FP32),
+        queries: T.int32,
+        keys: T.int32,
+        use_lengths: T.int32,
+        scale: T.float32,
+        sms: T.int32,
+    ):
+        with T.Kernel(sms, threads=3 * GROUP, prelude=PRELUDE) as bx:
+            groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
+            g = SimpleNamespace(
+                q=Q, kv=KV, grad_out=GradOut, indices=Indices, lengths=Lengths, lse2=Lse2, delta=Delta,
+                grad_q=GradQ, grad_kv=GradKV, queries=queries, keys=keys, use_lengths=use_lengths, scale=scale,
+                sms=sms, bx=bx, groups=groups, tasks=T.ceildiv(tokens * groups - bx, sms),
+            )
+            m = SimpleNamespace(
+                q=T.alloc_shared((HEADS, dim), BF16),
+                do=T.alloc_shared((HEADS, dim), BF16),
+                kv=T.alloc_shared((BLOCK, dim), BF16),
+                p=T.alloc_shared((2, HEADS, BLOCK), BF16),
+                ds=T.alloc_shared((2, HEADS, BLOCK), BF16),
+                rows=T.alloc_shared((2, BLOCK), INT32),
+                key_free=T.alloc_barrier(2 * GROUP),
+                scores_full=T.alloc_barrier(GROUP),
+                query_full=T.alloc_barrier([GROUP] * pieces),
+                query_free=T.alloc_barrier([2 * GROUP] * pieces),
+            )
+            tx = T.get_thread_binding()
+            if tx < GROUP:
+                T.set_max_nreg(config.front_registers, 0)
+                front(g, m)
+            elif tx < 2 * GROUP:
+                T.set_max_nreg(config.back_registers, 1)
+                back(g, m, 0)
+            else:
+                T.set_max_nreg(config.back_registers, 1)
+                back(g, m, 1)
+
+    return main
