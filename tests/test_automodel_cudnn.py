@@ -68,14 +68,17 @@ ROWS = [
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Put stand-ins in place of the runtimes, as a user's test suite does; CPU tensors pass."""
+    """Put stand-ins in place of the runtimes, as a user's test suite does; CPU tensors pass.
+
+    In the module's dictionary, so that afterwards the names are the module's `__getattr__`'s again.
+    """
 
     def install(flash_mla=None, **dialect):
         flash_mla, dsa = flash_mla or FlashMla(slot_multiple=512, **dialect), CudnnDsa()
-        monkeypatch.setattr(module, "_HAS_CUDNN_DSA", True)
-        monkeypatch.setattr(module, "_HAS_FLASH_MLA", True)
-        monkeypatch.setattr(module, "_CUDNN_DSA", dsa)
-        monkeypatch.setattr(module, "_FLASH_MLA_SPARSE_FWD", getattr(flash_mla, "function", flash_mla))
+        monkeypatch.setitem(vars(module), "_HAS_CUDNN_DSA", True)
+        monkeypatch.setitem(vars(module), "_HAS_FLASH_MLA", True)
+        monkeypatch.setitem(vars(module), "_CUDNN_DSA", dsa)
+        monkeypatch.setitem(vars(module), "_FLASH_MLA_SPARSE_FWD", getattr(flash_mla, "function", flash_mla))
         monkeypatch.setattr(module, "_require_cuda_tensors", lambda operation, *tensors: (9, 0))
         return flash_mla, dsa
 
@@ -154,8 +157,8 @@ def test_importing_it_imports_no_runtime():
 
 @pytest.mark.parametrize(("cudnn", "flash_mla"), [(False, False), (True, False), (False, True), (True, True)])
 def test_available_only_with_both(cudnn, flash_mla, monkeypatch):
-    monkeypatch.setattr(module, "_HAS_CUDNN_DSA", cudnn)
-    monkeypatch.setattr(module, "_HAS_FLASH_MLA", flash_mla)
+    monkeypatch.setitem(vars(module), "_HAS_CUDNN_DSA", cudnn)
+    monkeypatch.setitem(vars(module), "_HAS_FLASH_MLA", flash_mla)
     assert module.is_cudnn_sparse_attention_available() is (cudnn and flash_mla)
     if cudnn and flash_mla:
         module._require_available()
@@ -298,9 +301,9 @@ def test_errors_come_in_their_order(monkeypatch):
         (ValueError, "requires precomputed", ("valid_row_indices",)),
     ]
     arguments, missing = dict(bad), True
-    monkeypatch.setattr(module, "_HAS_FLASH_MLA", True)
+    monkeypatch.setitem(vars(module), "_HAS_FLASH_MLA", True)
     for kind, words, mended in steps:
-        monkeypatch.setattr(module, "_HAS_CUDNN_DSA", not missing)
+        monkeypatch.setitem(vars(module), "_HAS_CUDNN_DSA", not missing)
         with pytest.raises(kind, match=words):
             module.cudnn_sparse_attention(**arguments)
         if words == "requires CUDA tensors":
