@@ -199,6 +199,23 @@ class TestBench:
         assert "out of memory" in bench.table(rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_gate")
+class TestOnGpu:
+    def test_check(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("check", "--backend", "tilelang", "--case", "sink-mixed") == 0
+        assert "0 over budget or failed" in capsys.readouterr().out
+
+    def test_bench(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("bench", "--quick", "--shape", "256,1024,64,512,128", "--json", "-") == 0
+        *_, last = capsys.readouterr().out.strip().splitlines()
+        rows = {(row["pass"], row["name"]): row for row in json.loads(last)["rows"]}
+        for pass_ in ("fwd", "bwd"):
+            assert rows[pass_, "tilelang"]["tflops"] > 0
+            assert rows[pass_, "matmul 8192"]["tflops"] > 0
+            assert all(row["ms"] or row["note"] for row in rows.values())
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
