@@ -8,14 +8,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slattn import reference
+from slattn.backends import vendor_runtimes
 from slattn.problem import Problem
+
+
+def forget() -> None:
+    """Drop every answer and verdict about a library, so that none outlives a test."""
+    for cached in (
+        vendor_runtimes.flash_mla,
+        vendor_runtimes.cudnn_dsa,
+        vendor_runtimes.ask,
+        vendor_runtimes.takes_indexer_topk,
+    ):
+        cached.cache_clear()
+    vendor_runtimes._verdicts.clear()
+
+
+def problem_with(**changes: Any) -> Problem:
+    """An ordinary problem on a GPU, with changes."""
+    device = torch.device("cuda")
+    return replace(Problem(1, 4, 40, 64, 128, 512, 512, 512**-0.5, torch.bfloat16, device, False), **changes)
 
 
 def problem_of(q: Tensor, keys: int, slots: int, scale: float) -> Problem:

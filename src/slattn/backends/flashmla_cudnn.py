@@ -253,11 +253,7 @@ def differentiate(
     Returns:
         dkv is cuDNN's bf16, or, where the heads ran in several groups, their float32 sum.
     """
-    extra = {"deterministic": True} if deterministic and q.is_cuda else {}
-    if extra and torch.cuda.get_device_capability(q.device)[0] < 10:
-        raise BackendRefusal(
-            f"{NOT_DETERMINISTIC}; slattn.sparse_attention(..., backend='tilelang') has a deterministic backward"
-        )
+    extra = _deterministic(q.device) if deterministic else {}
     lse = lse.masked_fill((lengths == 0)[:, None], math.inf)  # so that exp(s - lse) is 0
     empty = lengths == 0 if may_be_empty else None
     rows, lengths = without_empty_rows(rows, lengths)
@@ -307,6 +303,17 @@ def head_groups(heads: int) -> list[tuple[slice, int]]:
     starts = range(0, heads, MAX_GROUP)
     groups = [slice(start, min(start + MAX_GROUP, heads)) for start in starts]
     return [(group, 64 if group.stop - group.start <= 64 else 128) for group in groups]
+
+
+def _deterministic(device: torch.device) -> dict[str, bool]:
+    """cuDNN's argument for gradients that are equal in every run; a BackendRefusal where it has none."""
+    if device.type != "cuda":
+        return {}
+    if torch.cuda.get_device_capability(device)[0] < 10:
+        raise BackendRefusal(
+            f"{NOT_DETERMINISTIC}; slattn.sparse_attention(..., backend='tilelang') has a deterministic backward"
+        )
+    return {"deterministic": True}
 
 
 def _lse_only(grad_lse: Tensor) -> tuple[Tensor, Tensor]:
