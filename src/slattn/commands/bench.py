@@ -110,35 +110,31 @@ def main(args: argparse.Namespace) -> int:
     if args.quick and not args.shape:
         shapes = shapes[:1]
     passes = tuple(PASSES) if args.pass_ == "both" else (args.pass_,)
+    result: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "block_s": args.block,
+        "rounds": args.rounds,
+        "machine": doctor.gather(),
+    }
     rows: list[Row] = []
     per_group = (1 + len(names) + len(PEERS)) * args.rounds * 2
     with Progress(len(shapes) * len(passes) * per_group) as progress:
         for shape in shapes:
             for pass_ in passes:
-                rows += bench_group(shape, pass_, names, device, args, progress)
-    result = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "block_s": args.block,
-        "rounds": args.rounds,
-        "machine": doctor.gather(),
-        "rows": [{key.rstrip("_"): value for key, value in vars(row).items()} for row in rows],
-    }
-    print(table(rows))
-    _write(result, rows, args)
-    return 0 if any(row.ms is not None and row.kind == "backend" for row in rows) else 1
-
-
-def _write(result: dict[str, Any], rows: Sequence[Row], args: argparse.Namespace) -> None:
+                group = bench_group(shape, pass_, names, device, args, progress)
+                rows += group
+                progress.clear()
+                print(table(group), flush=True)  # now, so that a run that is cut short has shown what it measured
+                result["rows"] = [{key.rstrip("_"): value for key, value in vars(row).items()} for row in rows]
+                if args.json and args.json != "-":
+                    Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
     if args.plot:
         from slattn.commands.plot import plot
 
         plot(rows, args.plot, title=_machine_line(result["machine"]))
-        print(f"drawn to {args.plot}")
     if args.json == "-":
         print(json.dumps(result))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {args.json}")
+    return 0 if any(row.ms is not None and row.kind == "backend" for row in rows) else 1
 
 
 def _machine_line(machine: dict[str, Any]) -> str:

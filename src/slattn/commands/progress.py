@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from types import TracebackType
@@ -36,11 +37,18 @@ class Progress:
         line = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {self.done}/{self.total}, {elapsed:.0f} s"
         line += f", {left:.0f} s left" if left >= 1 else ""
         if self.terminal:
-            sys.stderr.write(f"\r\033[K{line}  {what}"[:160])
+            room = shutil.get_terminal_size().columns - 1
+            sys.stderr.write("\r\033[K" + f"{line}  {what}"[:room])
             sys.stderr.flush()
         elif now - self.last >= _LOG_EVERY:
             self.last = now
             print(f"{line}  {what}", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Erase the bar, before something else is printed."""
+        if self.terminal:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
 
     def __enter__(self) -> Progress:
         return self
@@ -48,6 +56,4 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.terminal:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+        self.clear()
