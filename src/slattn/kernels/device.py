@@ -14,13 +14,15 @@ import tilelang.language as T
 # rows and one instruction of a warp covers 4 rows x 128 bytes: an H200 reduces that shape at 3.75 TB/s, and the
 # accumulator's own, 8 rows x 32 bytes, at 2.3.
 PRELUDE = r"""
+#include <cuda_bf16.h>
 namespace slattn {
-__device__ __forceinline__ void reduce4(float* to, float a, float b, float c, float d) {
+__device__ __forceinline__ void reduce4(bool counts, float* to, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-               ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0;"
+               "@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};}"
+               ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"((int)counts) : "memory");
 #else
-  atomicAdd(to, a); atomicAdd(to + 1, b); atomicAdd(to + 2, c); atomicAdd(to + 3, d);
+  if (counts) { atomicAdd(to, a); atomicAdd(to + 1, b); atomicAdd(to + 2, c); atomicAdd(to + 3, d); }
 #endif
 }
 
@@ -63,8 +65,44 @@ __device__ __forceinline__ void reduce_rows(const float* tile, float* table, con
         e[i] = odd ? theirs[i] : mine[i];
         o[i] = odd ? mine[i] : theirs[i];
       }
-      if (even_row >= 0) reduce4(even_to + group * 32, e[0], e[1], e[2], e[3]);
-      if (odd_row >= 0) reduce4(odd_to + group * 32, o[0], o[1], o[2], o[3]);
+      reduce4(even_row >= 0, even_to + group * 32, e[0], e[1], e[2], e[3]);
+      reduce4(odd_row >= 0, odd_to + group * 32, o[0], o[1], o[2], o[3]);
+    }
+  }
+}
+
+// store_rows writes a [64, 32k] fp32 accumulator tile as bf16 rows in global memory. The 4 lanes of a quad, which hold
+// 2 neighbouring columns of every 8, exchange so that each ends with 8 neighbouring columns: stores of 16 bytes, and
+// not of 4.
+template <int kColumns>
+__device__ __forceinline__ void store_rows(const float* tile, void* bf16, int rows, int stride) {
+  auto* to = static_cast<__nv_bfloat16*>(bf16);
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = warp * 16 + half * 8 + lane / 4;
+#pragma unroll
+    for (int group = 0; group < kColumns / 32; group++) {
+      unsigned pair[4];  // of this row: the columns that this lane holds of 4 pieces of 8
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* f = tile + group * 16 + i * 4 + half * 2;
+        __nv_bfloat162 two = __floats2bfloat162_rn(f[0], f[1]);
+        pair[i] = *reinterpret_cast<unsigned*>(&two);
+      }
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) {  // transpose the quad's 4 x 4 pairs, a bit of the lane at a time
+        const bool high = lane & bit;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if (i & bit) continue;
+          const unsigned other = __shfl_xor_sync(0xffffffffu, high ? pair[i] : pair[i + bit], bit);
+          if (high) pair[i] = other; else pair[i + bit] = other;
+        }
+      }
+      if (row < rows)
+        *reinterpret_cast<uint4*>(to + (int64_t)row * stride + group * 32 + lane % 4 * 8) =
+            make_uint4(pair[0], pair[1], pair[2], pair[3]);
     }
   }
 }

@@ -20,7 +20,7 @@ import tilelang.language as T
 from slattn.kernels.config import HopperBackwardConfig
 from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE, load_slots, reduce_rows
 
-GROUP = 128  # threads of a warpgroup
+GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
 
 
@@ -30,6 +30,13 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
     lengths = T.dynamic("lengths")
     every_piece = tuple(range(pieces))  # a Python loop: its body is written out for each
+
+    @T.macro
+    def arrive(barriers: Any, index: Any):
+        """Arrive once for the whole warp, after all that its lanes did."""
+        T.call_extern("handle", "__syncwarp")
+        if T.get_thread_binding() % 32 == 0:
+            T.barrier_arrive(barriers[index])
 
     @T.macro
     def load_query(g: Any, m: Any, c: int, t: Any, h0: Any, turn: Any):
@@ -46,7 +53,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
                 barrier=m.query_full[c],
             )
-        T.barrier_arrive(m.query_full[c])
+        arrive(m.query_full, c)
 
     @T.macro
     def front(g: Any, m: Any):
@@ -116,16 +123,14 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                         )
                 T.wait_wgmma(0)
                 for i, j in T.Parallel(HEADS, BLOCK):
-                    s[i, j] = T.if_then_else(
-                        m.rows[step % 2, j] >= 0, T.exp2(T.min(s[i, j] * (g.scale * LOG2E) - lse[i], 0.0)), 0.0
-                    )
-                    dp[i, j] = T.if_then_else(
-                        m.rows[step % 2, j] >= 0, s[i, j] * (dp[i, j] - delta[i]) * g.scale, 0.0
-                    )
+                    s[i, j] = T.exp2(T.min(s[i, j] * (g.scale * LOG2E) - lse[i], 0.0))
+                    dp[i, j] = s[i, j] * (dp[i, j] - delta[i]) * g.scale
+                    s[i, j] = T.Select(m.rows[step % 2, j] >= 0, s[i, j], 0.0)
+                    dp[i, j] = T.Select(m.rows[step % 2, j] >= 0, dp[i, j], 0.0)
                 T.copy(s, m.p[step % 2, :, :])
                 T.copy(dp, m.ds[step % 2, :, :])
                 T.fence_proxy_async()
-                T.barrier_arrive(m.scores_full)
+                arrive(m.scores_full, 0)
                 step += 1
             if count > 0:
                 turn += 1
@@ -162,15 +167,20 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     )
                     if c == 0:
                         T.wait_wgmma(2)
-                        T.barrier_arrive(m.key_free)
+                        arrive(m.key_free, 0)
                     T.wait_wgmma(0)
                     if (b + 1) * BLOCK >= count:
-                        T.barrier_arrive(m.query_free[c])
+                        arrive(m.query_free, c)
                     reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, side * half + c * 64)
                 step += 1
-            for i, j in T.Parallel(HEADS, half):
-                if h0 + i < heads:
-                    g.grad_q[t, h0 + i, side * half + j] = dq[i, j]
+            T.call_extern(
+                "handle",
+                f"slattn::store_rows<{half}>",
+                dq.data,
+                T.access_ptr(g.grad_q[t, h0, side * half], "w"),
+                heads - h0,
+                dim,
+            )
 
     @T.prim_func
     def main(
@@ -203,10 +213,10 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 p=T.alloc_shared((2, HEADS, BLOCK), BF16),
                 ds=T.alloc_shared((2, HEADS, BLOCK), BF16),
                 rows=T.alloc_shared((2, BLOCK), INT32),
-                key_free=T.alloc_barrier(2 * GROUP),
-                scores_full=T.alloc_barrier(GROUP),
-                query_full=T.alloc_barrier([GROUP] * pieces),
-                query_free=T.alloc_barrier([2 * GROUP] * pieces),
+                key_free=T.alloc_barrier(2 * WARPS),
+                scores_full=T.alloc_barrier(WARPS),
+                query_full=T.alloc_barrier([WARPS] * pieces),
+                query_free=T.alloc_barrier([2 * WARPS] * pieces),
             )
             tx = T.get_thread_binding()
             if tx < GROUP:
