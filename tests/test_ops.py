@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from slattn import reference, select_backend, sparse_attention, sparse_attention_backward
+from slattn.problem import Problem
 
 T, H, D, N, K = 6, 4, 16, 20, 9
 
@@ -26,6 +27,22 @@ def inputs(*lead: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 def gradients(out: Tensor, *leaves: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)
+
+
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Problem, list[Tensor]]]:
+    """What the reference is handed, forward and backward: the problem and the tensors of each call from now on."""
+    calls: list[tuple[Problem, list[Tensor]]] = []
+
+    def spied(true: Any) -> Any:
+        def spy(problem: Problem, *args: Any, **kwargs: Any) -> Any:
+            calls.append((problem, [x for x in args if isinstance(x, Tensor)]))
+            return true(problem, *args, **kwargs)
+
+        return spy
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(reference, name, spied(getattr(reference, name)))
+    return calls
 
 
 @pytest.fixture
@@ -76,8 +93,9 @@ def test_int64_indices_are_not_cut():
     assert torch.equal(sparse_attention(q, kv, wide), sparse_attention(q, kv, torch.ones(T, 1, dtype=torch.int32)))
 
 
-def test_views_of_any_stride():
-    """Slices of a fused projection, transposes, reversed columns of indices; and the incoming gradient."""
+def test_views_of_any_stride(monkeypatch: pytest.MonkeyPatch):
+    """Slices of a fused projection, transposes, spaced columns; the incoming gradients too. Backends see none of it."""
+    calls = _calls(monkeypatch)
     q, kv, indices, sink = inputs()
     length = torch.randint(K + 1, (T,), dtype=torch.int32)
     grad = torch.randn(T, H, D)
@@ -96,11 +114,14 @@ def test_views_of_any_stride():
         view.copy_(x.detach())
     q2, kv2, indices2, sink2, length2, grad2 = strided
     leaves = [x.requires_grad_() for x in (q2, kv2, sink2)]
-    again = sparse_attention(q2, kv2, indices2, attn_sink=sink2, topk_length=length2)
+    again, lse = sparse_attention(q2, kv2, indices2, attn_sink=sink2, topk_length=length2, return_lse=True)
     assert torch.equal(again, out)
     assert again.is_contiguous()
-    for got, expected in zip(gradients(again, *leaves, grad=grad2), want, strict=True):
-        assert torch.equal(got, expected)
+    grads = torch.autograd.grad([again, lse], leaves, [grad2, torch.zeros(H, T).T])
+    for got, expected in zip(grads, want, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert len(calls) == 4
+    assert all(x.is_contiguous() for _, tensors in calls for x in tensors)
 
 
 def test_expanded_gradient():
@@ -284,36 +305,20 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_deterministic_algorithms")
 def test_deterministic_default_follows_torch(monkeypatch: pytest.MonkeyPatch):
-    asked = _deterministic_flags(monkeypatch)
+    calls = _calls(monkeypatch)
     q, kv, indices, _ = inputs()
     sparse_attention(q, kv, indices).sum().backward()
     sparse_attention(q, kv, indices, deterministic=False).sum().backward()
-    assert asked == [True, True, False, False]
+    assert [problem.deterministic for problem, _ in calls] == [True, True, False, False]
 
 
 def test_deterministic_is_off_by_default_and_kept_for_the_backward(monkeypatch: pytest.MonkeyPatch):
-    asked = _deterministic_flags(monkeypatch)
+    calls = _calls(monkeypatch)
     q, kv, indices, _ = inputs()
     sparse_attention(q, kv, indices).sum().backward()
     out = sparse_attention(q, kv, indices, deterministic=True)
     out.sum().backward()
-    assert asked == [False, False, True, True]
-
-
-def _deterministic_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """The flag of each problem that the reference is handed, forward and backward."""
-    asked: list[bool] = []
-
-    def spied(true: Any) -> Any:
-        def spy(problem: Any, *args: Any, **kwargs: Any) -> Any:
-            asked.append(problem.deterministic)
-            return true(problem, *args, **kwargs)
-
-        return spy
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(reference, name, spied(getattr(reference, name)))
-    return asked
+    assert [problem.deterministic for problem, _ in calls] == [False, False, True, True]
 
 
 def test_compiled_once_for_all_lengths():
@@ -336,10 +341,10 @@ def test_compiled_once_for_all_lengths():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("layout", ["flat", "batched"])
-def test_opcheck(layout: str):
+@pytest.mark.parametrize(("lead", "dtype"), [((), torch.float32), ((2,), torch.bfloat16)])
+def test_opcheck(lead: tuple[int, ...], dtype: torch.dtype):
     """torch.library's own checks: schema, fake kernels, autograd registration, ahead-of-time tracing."""
-    q, kv, indices, sink = inputs(*((2,) if layout == "batched" else ()))
+    q, kv, indices, sink = inputs(*lead, dtype=dtype)
     length = torch.full(q.shape[:-2], K, dtype=torch.int32)
     settings = (0.25, D, False, "reference")
     torch.library.opcheck(torch.ops.slattn.forward.default, (q, kv, indices, sink, length, *settings))
@@ -347,8 +352,9 @@ def test_opcheck(layout: str):
     with torch.no_grad():
         out, lse = torch.ops.slattn.forward(q, kv, indices, sink, length, *settings)
         saved = [x.detach() for x in (q, kv, indices, sink, length, out, lse)]
-        tail = (*settings, [True, False, True], torch.float32)
-        torch.library.opcheck(torch.ops.slattn.backward.default, (*saved, torch.randn_like(out), None, *tail))
+        for needs in ([True, False, True], [False, True, False]):
+            tail = (*settings, needs, torch.float32)
+            torch.library.opcheck(torch.ops.slattn.backward.default, (*saved, torch.randn_like(out), None, *tail))
 
 
 def test_select_backend_says_what_runs():
