@@ -189,6 +189,7 @@ def small_run(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "Config", functools.partial(model.Config, **SMALL))
     monkeypatch.setattr(train, "HELD_OUT_WINDOWS", 4)
     monkeypatch.setattr(train, "SAMPLE", 8)
+    monkeypatch.setattr(train.Trainer, "faster_threads", lambda trainer, most: most)  # tests compare runs bit for bit
 
     def run(*options: str) -> int:
         parser = argparse.ArgumentParser()
@@ -247,6 +248,32 @@ def test_finished_run_resumes_to_its_report(small_run, tmp_path):
     first = figures(tmp_path)
     assert small_run("--steps", "2", "--resume") == 0
     assert figures(tmp_path)["history"] == first["history"]
+
+
+def test_choosing_threads_changes_nothing(tmp_path, monkeypatch):
+    corpus, threads = data.load(), torch.get_num_threads()
+    args = argparse.Namespace(steps=5, seed=0, backend="auto", out=tmp_path)
+    monkeypatch.setattr(train, "BATCH", 1)
+    config = model.Config(vocabulary=len(corpus.characters), **SMALL)
+    trainer, untouched = (train.Trainer(config, corpus, args, torch.device("cpu")) for _ in range(2))
+    assert trainer.faster_threads(2) in (1, 2)
+    torch.set_num_threads(threads)
+    for one in (trainer, untouched):
+        one.one_step()
+    assert trainer.history["train"] == untouched.history["train"]
+    for changed, same in zip(trainer.model.parameters(), untouched.model.parameters(), strict=True):
+        assert torch.equal(changed, same)
+
+
+def test_resumed_run_keeps_its_threads(small_run, tmp_path):
+    threads = torch.get_num_threads()
+    assert small_run("--steps", "1") == 0
+    try:
+        torch.set_num_threads(threads + 1)
+        assert small_run("--steps", "1", "--resume") == 0
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
