@@ -16,13 +16,14 @@ import tilelang.language as T
 PRELUDE = r"""
 #include <cuda_bf16.h>
 namespace slattn {
-__device__ __forceinline__ void reduce4(bool counts, float* to, float a, float b, float c, float d) {
+__device__ __forceinline__ void reduce4(bool counts, float* to, const float* v) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0;"
                "@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};}"
-               ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"((int)counts) : "memory");
+               ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"((int)counts) : "memory");
 #else
-  if (counts) { atomicAdd(to, a); atomicAdd(to + 1, b); atomicAdd(to + 2, c); atomicAdd(to + 3, d); }
+  if (counts)
+    for (int i = 0; i < 4; i++) atomicAdd(to + i, v[i]);
 #endif
 }
 
@@ -31,16 +32,12 @@ __device__ __forceinline__ void reduce_rows(const float* tile, float* table, con
                                             int column) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const bool odd = lane & 4, right = lane & 1;
-  column += (lane & 2) * 2 + (odd ? 16 : 0) + (right ? 8 : 0);
+  float even[kColumns / 32][2][4], uneven[kColumns / 32][2][4];  // 4 columns of an even row and of the next
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int row = warp * 16 + half * 8 + lane / 8 * 2;
-    const int even_row = rows[row], odd_row = rows[row + 1];
-    float* even_to = table + (first + even_row) * dim + column;
-    float* odd_to = table + (first + odd_row) * dim + column;
+  for (int group = 0; group < kColumns / 32; group++) {
 #pragma unroll
-    for (int group = 0; group < kColumns / 32; group++) {
-      float own[2], over[2], side[2], across[2];  // mine, and what lanes ^1, ^4 and ^5 get
+    for (int half = 0; half < 2; half++) {
+      float own[2], side[2], over[2], across[2];  // my pair, and what lanes ^1, ^4 and ^5 give
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float* f = tile + group * 16 + half * 2 + i;
@@ -51,22 +48,26 @@ __device__ __forceinline__ void reduce_rows(const float* tile, float* table, con
         over[i] = __shfl_xor_sync(0xffffffffu, right ? give_r : give_l, 4);
         across[i] = __shfl_xor_sync(0xffffffffu, right ? give_l : give_r, 5);
       }
-      float mine[4], theirs[4];  // 4 neighbouring columns of this quad's row and of the other quad's
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        mine[i] = right ? side[i] : own[i];
-        mine[2 + i] = right ? own[i] : side[i];
-        theirs[i] = right ? across[i] : over[i];
-        theirs[2 + i] = right ? over[i] : across[i];
+        const float mine_l = right ? side[i] : own[i], mine_r = right ? own[i] : side[i];
+        const float their_l = right ? across[i] : over[i], their_r = right ? over[i] : across[i];
+        even[group][half][i] = odd ? their_l : mine_l;
+        even[group][half][2 + i] = odd ? their_r : mine_r;
+        uneven[group][half][i] = odd ? mine_l : their_l;
+        uneven[group][half][2 + i] = odd ? mine_r : their_r;
       }
-      float e[4], o[4];
+    }
+  }
+  // All exchanges come before the first reduction, so that their latencies overlap.
+  table += first * dim + column + (lane & 2) * 2 + (odd ? 16 : 0) + (right ? 8 : 0);
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        e[i] = odd ? theirs[i] : mine[i];
-        o[i] = odd ? mine[i] : theirs[i];
-      }
-      reduce4(even_row >= 0, even_to + group * 32, e[0], e[1], e[2], e[3]);
-      reduce4(odd_row >= 0, odd_to + group * 32, o[0], o[1], o[2], o[3]);
+  for (int half = 0; half < 2; half++) {
+    const int2 row = *reinterpret_cast<const int2*>(rows + warp * 16 + half * 8 + lane / 8 * 2);
+#pragma unroll
+    for (int group = 0; group < kColumns / 32; group++) {
+      reduce4(row.x >= 0, table + (int64_t)row.x * dim + group * 32, even[group][half]);
+      reduce4(row.y >= 0, table + (int64_t)row.y * dim + group * 32, uneven[group][half]);
     }
   }
 }

@@ -70,11 +70,11 @@ def forward(config: ForwardConfig) -> Any:
             count = T.alloc_var(INT32, slots)
             t = T.alloc_var(INT32, bz * GRID_TOKENS + by)
             h0 = T.alloc_var(INT32, bx * head_tile)
-            first = T.alloc_var("int64")
+            first = T.alloc_var(INT32)
 
             tx = T.get_thread_binding()
             if t < tokens:
-                first = T.cast(t // queries, "int64") * keys
+                first = t // queries * keys
                 if use_lengths != 0:
                     count = T.min(T.max(Lengths[t], 0), slots)
 

@@ -22,11 +22,12 @@ from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE, load_slots,
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
+PIECE = 128  # columns of dKV formed at a time, 64 by each back group
 
 
 def hopper_backward(config: HopperBackwardConfig) -> Any:
     """The program; its parameters are those of `slattn.kernels.backward.backward`, and the number of SMs."""
-    dim, half, pieces = config.head_dim, config.head_dim // 2, config.head_dim // 128
+    dim, pieces = config.head_dim, config.head_dim // PIECE
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
     lengths = T.dynamic("lengths")
     every_piece = tuple(range(pieces))  # a Python loop: its body is written out for each
@@ -42,17 +43,16 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     def load_query(g: Any, m: Any, c: int, t: Any, h0: Any, turn: Any):
         """Start loading the columns of Q and dO that the back groups' chunk `c` reads, once the last query's is done."""
         T.barrier_wait(m.query_free[c], turn % 2 ^ 1)
-        for side in (0, 1):
-            T.tma_copy(
-                g.q[t, h0 : h0 + HEADS, side * half + c * 64 : side * half + c * 64 + 64],
-                m.q[:, side * half + c * 64 : side * half + c * 64 + 64],
-                barrier=m.query_full[c],
-            )
-            T.tma_copy(
-                g.grad_out[t, h0 : h0 + HEADS, side * half + c * 64 : side * half + c * 64 + 64],
-                m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
-                barrier=m.query_full[c],
-            )
+        T.tma_copy(
+            g.q[t, h0 : h0 + HEADS, c * PIECE : c * PIECE + PIECE],
+            m.q[:, c * PIECE : c * PIECE + PIECE],
+            barrier=m.query_full[c],
+        )
+        T.tma_copy(
+            g.grad_out[t, h0 : h0 + HEADS, c * PIECE : c * PIECE + PIECE],
+            m.do[:, c * PIECE : c * PIECE + PIECE],
+            barrier=m.query_full[c],
+        )
         arrive(m.query_full, c)
 
     @T.macro
@@ -68,7 +68,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         for task in T.serial(g.tasks):
             t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
             h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
-            first = T.alloc_var("int64", T.cast(t // g.queries, "int64") * g.keys)
+            first = T.alloc_var(INT32, t // g.queries * g.keys)
             count = T.alloc_var(INT32, slots)
             if g.use_lengths != 0:
                 count = T.min(T.max(g.lengths[t], 0), slots)
@@ -85,11 +85,11 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                         m.rows[step % 2, r * 16 + tx // 8] = slot[r]
                 for c in every_piece:
                     for r in T.unroll(4):
-                        for side in (0, 1):
+                        for side in T.unroll(2):
                             T.ptx_cp_async(
-                                T.access_ptr(m.kv[r * 16 + tx // 8, side * half + c * 64 + tx % 8 * 8], "w", 8),
+                                T.access_ptr(m.kv[r * 16 + tx // 8, c * PIECE + side * 64 + tx % 8 * 8], "w", 8),
                                 T.access_ptr(
-                                    g.kv[first + T.max(slot[r], 0), side * half + c * 64 + tx % 8 * 8], "r", 8
+                                    g.kv[first + T.max(slot[r], 0), c * PIECE + side * 64 + tx % 8 * 8], "r", 8
                                 ),
                                 8,
                                 slot[r] >= 0,
@@ -106,20 +106,13 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                         if c + 1 < pieces:
                             load_query(g, m, c + 1, t, h0, turn)
                         T.barrier_wait(m.query_full[c], turn % 2)
-                    for side in (0, 1):
+                    for source, score in ((m.q, s), (m.do, dp)):
                         T.wgmma_gemm(
-                            m.q[:, side * half + c * 64 : side * half + c * 64 + 64],
-                            m.kv[:, side * half + c * 64 : side * half + c * 64 + 64],
-                            s,
+                            source[:, c * PIECE : c * PIECE + PIECE],
+                            m.kv[:, c * PIECE : c * PIECE + PIECE],
+                            score,
                             transpose_B=True,
-                            clear_accum=c + side == 0,
-                        )
-                        T.wgmma_gemm(
-                            m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
-                            m.kv[:, side * half + c * 64 : side * half + c * 64 + 64],
-                            dp,
-                            transpose_B=True,
-                            clear_accum=c + side == 0,
+                            clear_accum=c == 0,
                         )
                 T.wait_wgmma(0)
                 for i, j in T.Parallel(HEADS, BLOCK):
@@ -136,48 +129,53 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 turn += 1
 
     @T.macro
-    def back(g: Any, m: Any, side: int):
-        dq = T.alloc_fragment((HEADS, half), FP32)
-        dkv = T.alloc_fragment((BLOCK, 64), FP32)
+    def chunk(m: Any, dkv: Any, buffer: Any, c: Any):
+        """Issue dkv = P^T dO + dS^T Q for one piece of the columns."""
+        T.wgmma_gemm(
+            m.p[buffer, :, :],
+            m.do[:, c * PIECE : c * PIECE + PIECE],
+            dkv,
+            transpose_A=True,
+            clear_accum=True,
+        )
+        T.wgmma_gemm(m.ds[buffer, :, :], m.q[:, c * PIECE : c * PIECE + PIECE], dkv, transpose_A=True)
+
+    @T.macro
+    def back(g: Any, m: Any):
+        dq = T.alloc_fragment((HEADS, dim), FP32)
+        dkv = T.alloc_fragment((BLOCK, PIECE), FP32)
         step = T.alloc_var(INT32, 0)
+        group = T.alloc_var(INT32, T.get_thread_binding() // GROUP - 1)
         for task in T.serial(g.tasks):
             t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
             h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
-            first = T.alloc_var("int64", T.cast(t // g.queries, "int64") * g.keys)
+            first = T.alloc_var(INT32, t // g.queries * g.keys)
             count = T.alloc_var(INT32, slots)
             if g.use_lengths != 0:
                 count = T.min(T.max(g.lengths[t], 0), slots)
             T.fill(dq, 0)
             for b in T.serial(T.ceildiv(count, BLOCK)):
                 T.barrier_wait(m.scores_full, step % 2)
-                T.wgmma_gemm(m.ds[step % 2, :, :], m.kv[:, side * half : side * half + half], dq)
-                for c in every_piece:
-                    T.wgmma_gemm(
-                        m.p[step % 2, :, :],
-                        m.do[:, side * half + c * 64 : side * half + c * 64 + 64],
-                        dkv,
-                        transpose_A=True,
-                        clear_accum=True,
-                    )
-                    T.wgmma_gemm(
-                        m.ds[step % 2, :, :],
-                        m.q[:, side * half + c * 64 : side * half + c * 64 + 64],
-                        dkv,
-                        transpose_A=True,
-                    )
-                    if c == 0:
-                        T.wait_wgmma(2)
-                        arrive(m.key_free, 0)
+                T.wgmma_gemm(m.ds[step % 2, :, :], m.kv, dq)
+                chunk(m, dkv, step % 2, 0)
+                T.wait_wgmma(2)
+                arrive(m.key_free, 0)
+                T.wait_wgmma(0)
+                if (b + 1) * BLOCK >= count:
+                    arrive(m.query_free, 0)
+                reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, group * 64, 2 * WARPS)
+                for c in T.serial(1, pieces):
+                    chunk(m, dkv, step % 2, c)
                     T.wait_wgmma(0)
                     if (b + 1) * BLOCK >= count:
                         arrive(m.query_free, c)
-                    reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, side * half + c * 64)
+                    reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, c * PIECE + group * 64, 2 * WARPS)
                 step += 1
             T.call_extern(
                 "handle",
-                f"slattn::store_rows<{half}>",
+                f"slattn::store_rows<{dim // 2}>",
                 dq.data,
-                T.access_ptr(g.grad_q[t, h0, side * half], "w"),
+                T.access_ptr(g.grad_q[t, h0, group * (dim // 2)], "w"),
                 heads - h0,
                 dim,
             )
@@ -222,11 +220,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             if tx < GROUP:
                 T.set_max_nreg(config.front_registers, 0)
                 front(g, m)
-            elif tx < 2 * GROUP:
-                T.set_max_nreg(config.back_registers, 1)
-                back(g, m, 0)
             else:
                 T.set_max_nreg(config.back_registers, 1)
-                back(g, m, 1)
+                back(g, m)
 
     return main
