@@ -4,6 +4,7 @@
 #   PYTHON=python3          use that interpreter as it is and install nothing (a GPU machine without a network)
 #   TORCH_INDEX=URL         an index of PyTorch builds to look at besides PyPI, such as that of the CPU builds
 #   ARGS="..."              arguments for the program that runs: `make bench ARGS="--quick"`, `make test ARGS="-k sink"`
+#   SANITIZER=PATH          the compute-sanitizer that `make sanitize` runs, where it finds none or the wrong one
 #   JOBS=N                  processes that `make test` runs (2)
 
 VENV := .venv
@@ -41,7 +42,7 @@ bench: $(call ready,gpu)
 # The tests named sanitize are the smallest ones that reach every kernel: under a tool each takes a hundred times longer.
 # Without torch's caching allocator a tensor's end is the end of its allocation, so that a read past it is seen.
 sanitize: $(call ready,gpu)
-	@sanitizer=$$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer \
+	@sanitizer=$(SANITIZER); [ -n "$$sanitizer" ] || sanitizer=$$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer \
 	    $(VENV)/lib/python3*/site-packages/nvidia/cu13/bin/compute-sanitizer 2>/dev/null | head -n 1); \
 	[ -n "$$sanitizer" ] || { echo "compute-sanitizer is missing: it comes with the CUDA toolkit, or with" \
 	    "pip install nvidia-cuda-sanitizer-api==13.0.85" >&2; exit 1; }; \
