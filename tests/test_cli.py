@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,60 +238,78 @@ def test_rates_and_ratios() -> None:
     assert (absent.ms, absent.tflops, absent.note) == (None, None, "cannot be imported")
 
 
-class TestTiming:
-    clock = timing.Clock(torch.device("cpu"))
+class Virtual(timing.Clock):
+    """A clock that stands still but for what the calls of a test add to `now`, in seconds."""
 
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+
+class TestTiming:
     def test_blocks_alternate_and_last(self) -> None:
-        calls: list[str] = []
+        clock, calls = Virtual(), []
 
         def named(name: str) -> Callable[[], None]:
             def call() -> None:
                 calls.append(name)
-                time.sleep(0.002)
+                clock.now += 0.002
 
             return call
 
         contestants = [timing.Contestant(name, "backend", named(name)) for name in "ab"]
-        timing.warm_up(contestants, self.clock, limit=1.0)
+        timing.warm_up(contestants, clock, limit=1.0)
         assert "".join(calls) == "aaaabbbb"
         calls.clear()
-        timing.measure(contestants, self.clock, block=0.03, rounds=2)
-        order = [name for place, name in enumerate(calls) if place == 0 or calls[place - 1] != name]
-        assert order == list("abab" * 2)  # two rounds sustained, two of bursts
+        timing.measure(contestants, clock, block=0.03, rounds=2)
+        blocks = [list(group) for _, group in itertools.groupby(calls)]
+        assert [block[0] for block in blocks] == list("abab" * 2)  # two rounds sustained, two of bursts
+        assert [len(block) for block in blocks] == [15] * 4 + [timing.BURST_CALLS] * 4
         for contestant in contestants:
-            assert len(contestant.sustained) == len(contestant.burst) == 2
-            assert contestant.ms == pytest.approx(2.3, rel=0.5)
+            assert contestant.sustained == pytest.approx([2.0, 2.0])
+            assert contestant.burst == pytest.approx([2.0, 2.0])
 
     def test_the_first_fifth_is_not_counted(self) -> None:
-        count = 0
+        clock, calls = Virtual(), itertools.count(1)
 
         def slow_at_first() -> None:
-            nonlocal count
-            count += 1
-            time.sleep(0.02 if count <= 2 else 0.001)
+            clock.now += 0.02 if next(calls) <= 2 else 0.001
 
         contestant = timing.Contestant("c", "backend", slow_at_first, estimate=2.0)
-        timing.measure([contestant], self.clock, block=0.02, rounds=1)  # ten calls by the estimate, two not counted
-        assert contestant.sustained[0] < 4.0
+        timing.measure([contestant], clock, block=0.02, rounds=1)  # ten calls by the estimate, two not counted
+        assert contestant.sustained == pytest.approx([1.0])
+
+    def test_a_block_that_was_too_short_is_run_again(self) -> None:
+        clock, calls = Virtual(), itertools.count()
+
+        def call() -> None:
+            next(calls)
+            clock.now += 0.001
+
+        contestant = timing.Contestant("c", "backend", call, estimate=50.0)
+        timing._block(contestant, call, clock, block=0.1)
+        assert next(calls) == 5 + 100
 
     def test_failures_and_slow_calls_become_notes(self) -> None:
+        clock, calls = Virtual(), itertools.count(1)
+
         def full() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-        state = {"calls": 0}
+        def slow() -> None:
+            clock.now += 0.05
 
         def late() -> None:
-            state["calls"] += 1
-            if state["calls"] > 8:
+            clock.now += 0.001
+            if next(calls) > 8:
                 raise ValueError("went wrong\nlater")
 
-        contestants = [
-            timing.Contestant("full", "peer", full),
-            timing.Contestant("slow", "peer", lambda: time.sleep(0.05)),
-            timing.Contestant("late", "peer", late),
-        ]
-        timing.warm_up(contestants, self.clock, limit=0.02)
-        timing.measure(contestants, self.clock, block=0.01, rounds=1)
+        contestants = [timing.Contestant(call.__name__, "peer", call) for call in (full, slow, late)]
+        timing.warm_up(contestants, clock, limit=0.02)
+        timing.measure(contestants, clock, block=0.01, rounds=1)
         notes = [contestant.note or "" for contestant in contestants]
         assert notes[0] == "out of memory"
         assert "over the limit" in notes[1]
