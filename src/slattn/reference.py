@@ -16,7 +16,7 @@ from slattn.problem import Problem, lse_dtype
 
 # Gathered keys and scores of one chunk of queries. Measured on 2 CPU cores at H=64, D=512, K=640:
 # see docs/performance.md, "The reference".
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 32 * 2**20
 
 
 def refusal(problem: Problem) -> str | None:
