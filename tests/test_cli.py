@@ -153,7 +153,7 @@ class TestBench:
         assert run(*self.ARGUMENTS, "--shape", "5,9,1,8,3", "--json", "-") == 0
         *_, last = capsys.readouterr().out.strip().splitlines()
         result = json.loads(last)
-        rows = {(row["shape"], row["pass"], row["name"]): row for row in result["rows"]}
+        rows = {(row["shape"], row["direction"], row["name"]): row for row in result["rows"]}
         for shape in (TINY, "5,9,1,8,3"):
             for pass_ in ("fwd", "bwd"):
                 assert rows[shape, pass_, "reference"]["ms"] > 0
@@ -167,8 +167,22 @@ class TestBench:
         pytest.importorskip("matplotlib")
         written, drawn = tmp_path / "rows.json", tmp_path / "rows.png"
         assert run(*self.ARGUMENTS, "--pass", "fwd", "--json", str(written), "--plot", str(drawn)) == 0
-        assert {row["pass"] for row in json.loads(written.read_text())["rows"]} == {"fwd"}
+        assert {row["direction"] for row in json.loads(written.read_text())["rows"]} == {"fwd"}
         assert drawn.read_bytes()[:4] == b"\x89PNG"
+        drawn.unlink()
+        measured = capsys.readouterr().out
+        assert run("bench", "--from", str(written), "--plot", str(drawn), "--markdown") == 0
+        shown = capsys.readouterr().out
+        assert measured.strip() in shown
+        assert f"| {TINY}, forward |" in shown
+        assert drawn.exists()
+
+    def test_a_plot_without_matplotlib_is_refused_at_once(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+        assert run(*self.ARGUMENTS, "--plot", "x.png") == 1
+        assert "needs matplotlib" in capsys.readouterr().out
 
     def test_no_speed_when_the_check_is_red(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -209,7 +223,7 @@ class TestOnGpu:
     def test_bench(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("bench", "--quick", "--shape", "256,1024,64,512,128", "--json", "-") == 0
         *_, last = capsys.readouterr().out.strip().splitlines()
-        rows = {(row["pass"], row["name"]): row for row in json.loads(last)["rows"]}
+        rows = {(row["direction"], row["name"]): row for row in json.loads(last)["rows"]}
         for pass_ in ("fwd", "bwd"):
             assert rows[pass_, "tilelang"]["tflops"] > 0
             assert rows[pass_, "matmul 8192"]["tflops"] > 0

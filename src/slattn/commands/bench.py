@@ -17,9 +17,9 @@ import argparse
 import datetime
 import functools
 import gc
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ from slattn import backends, testing
 from slattn.commands import doctor
 from slattn.commands.check import default_device, run_backend, text
 from slattn.commands.progress import Progress
+from slattn.commands.tables import PASSES, Row, markdown, table
 from slattn.commands.timing import Clock, Contestant, describe, measure, warm_up
 from slattn.ops import select_backend, sparse_attention, sparse_attention_backward
 from slattn.peers import PEERS, Unsuitable
-
-PASSES = {"fwd": "forward", "bwd": "backward"}
 
 # Checked before anything is timed: the head dimensions and head counts of the shapes, and data that has to be masked.
 GATE = (
@@ -48,23 +47,6 @@ GATE = (
 
 # On a CPU there is no kernel to measure; this shape shows that the command works.
 CPU_SHAPE = testing.Shape("cpu", 64, 256, 8, 64, 64)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table, and one object of the JSON file. Figures are None where `note` says why."""
-
-    shape: str
-    pass_: str
-    name: str
-    kind: str  # "matmul", "backend" or "peer"
-    ms: float | None
-    burst_ms: float | None
-    tflops: float | None
-    burst_tflops: float | None
-    of_matmul: float | None  # share of the matmul's TFLOPS in the same blocks
-    of_best_peer: float | None  # TFLOPS over the best peer's
-    note: str | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,15 +75,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine there; - for the last line")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the rows as bars (needs matplotlib)")
+    parser.add_argument("--markdown", action="store_true", help="print the rows as a Markdown table too")
+    parser.add_argument("--from", dest="source", metavar="FILE", help="measure nothing: show what --json wrote there")
 
 
 def main(args: argparse.Namespace) -> int:
     """Check, measure, print; 1 if the check is red or nothing could be measured."""
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        print("--plot needs matplotlib: pip install matplotlib, or draw later from what --json writes, by --from FILE")
+        return 1
+    if args.source:
+        return _show(args)
     device = torch.device(args.device or default_device())
     if args.quick:
         args.block, args.rounds = min(args.block, 0.05), 1
-    if args.plot:
-        import matplotlib  # noqa: F401  # fail now, not after the measurement
     names = args.backend or [name for name in backends.MODULES if name != "reference" or device.type == "cpu"]
     if not gate(names, device, args.seed):
         print("no speed is printed, because the check is red; `slattn check` has the details")
@@ -125,16 +112,33 @@ def main(args: argparse.Namespace) -> int:
                 rows += group
                 progress.clear()
                 print(table(group), flush=True)  # now, so that a run that is cut short has shown what it measured
-                result["rows"] = [{key.rstrip("_"): value for key, value in vars(row).items()} for row in rows]
+                result["rows"] = [vars(row) for row in rows]
                 if args.json and args.json != "-":
                     Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
-    if args.plot:
-        from slattn.commands.plot import plot
-
-        plot(rows, args.plot, title=_machine_line(result["machine"]))
+    _render(rows, result["machine"], args)
     if args.json == "-":
         print(json.dumps(result))
     return 0 if any(row.ms is not None and row.kind == "backend" for row in rows) else 1
+
+
+def _show(args: argparse.Namespace) -> int:
+    """What an earlier run wrote to a JSON file."""
+    result = json.loads(Path(args.source).read_text())
+    rows = [Row(**row) for row in result["rows"]]
+    print(f"{_machine_line(result['machine'])}, {result['date']}\n")
+    for group in dict.fromkeys((row.shape, row.direction) for row in rows):
+        print(table([row for row in rows if (row.shape, row.direction) == group]))
+    _render(rows, result["machine"], args)
+    return 0
+
+
+def _render(rows: Sequence[Row], machine: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.markdown:
+        print(markdown(rows))
+    if args.plot:
+        from slattn.commands.plot import plot
+
+        plot(rows, args.plot, title=_machine_line(machine))
 
 
 def _machine_line(machine: dict[str, Any]) -> str:
@@ -172,7 +176,7 @@ def gate(names: Sequence[str], device: torch.device, seed: int) -> bool:
 
 def bench_group(
     shape: testing.Shape,
-    pass_: str,
+    direction: str  # "fwd" or "bwd",
     names: Sequence[str],
     device: torch.device,
     args: argparse.Namespace,
@@ -282,7 +286,7 @@ def _rows(shape: str, pass_: str, flops: int, of_matmul: int, contestants: Seque
         rows.append(
             Row(
                 shape=shape,
-                pass_=pass_,
+                direction=pass_,
                 name=contestant.name,
                 kind=contestant.kind,
                 ms=contestant.ms,
@@ -295,36 +299,3 @@ def _rows(shape: str, pass_: str, flops: int, of_matmul: int, contestants: Seque
             )
         )
     return rows
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows for people: sustained figures first, burst beside them."""
-    width = max([len("contestant"), *(len(row.name) for row in rows)])
-    lines = []
-    group = None
-    for row in rows:
-        if group != (row.shape, row.pass_):
-            group = (row.shape, row.pass_)
-            lines += [
-                "",
-                f"{row.shape}, {PASSES[row.pass_]}",
-                f"  {'contestant':<{width}}  {'ms':>9} {'TFLOPS':>7} {'of matmul':>9} {'of best peer':>12}"
-                f"  {'burst ms':>9} {'TFLOPS':>7}",
-            ]
-        if row.ms is None:
-            lines.append(f"  {row.name:<{width}}  {row.note}")
-            continue
-        lines.append(
-            f"  {row.name:<{width}}  {row.ms:>9.3f} {_number(row.tflops)} {_share(row.of_matmul, 9, '.0%')}"
-            f" {_share(row.of_best_peer, 12, '.2f')}  {_share(row.burst_ms, 9, '.3f')} {_number(row.burst_tflops)}"
-        )
-    return "\n".join(lines[1:]) + "\n"
-
-
-def _number(rate: float | None) -> str:
-    """TFLOPS in seven columns; a CPU's are small."""
-    return f"{'':>7}" if rate is None else f"{rate:>7.0f}" if rate >= 10 else f"{rate:>7.2g}"
-
-
-def _share(value: float | None, width: int, form: str) -> str:
-    return f"{'':>{width}}" if value is None else f"{value:>{width}{form}}"

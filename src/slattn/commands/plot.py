@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slattn.commands.bench import Row
+    from slattn.commands.tables import Row
 
 _TITLES = {"fwd": "Forward", "bwd": "Backward"}
 # This library's backends in one family of colours, the peers in greys: who is who is seen before it is read.
@@ -19,7 +19,7 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    passes = [pass_ for pass_ in _TITLES if any(row.pass_ == pass_ for row in rows)]
+    passes = [pass_ for pass_ in _TITLES if any(row.direction == pass_ for row in rows)]
     shapes = list(dict.fromkeys(row.shape for row in rows))
     contestants = list(dict.fromkeys((row.kind, row.name) for row in rows if row.kind != "matmul"))
     colours = _colours(contestants)
@@ -27,7 +27,7 @@ def plot(rows: Sequence[Row], path: str, *, title: str) -> None:
     FigureCanvasAgg(figure)
     for place, pass_ in enumerate(passes):
         axes = figure.add_subplot(len(passes), 1, place + 1)
-        _panel(axes, [row for row in rows if row.pass_ == pass_], shapes, contestants, colours)
+        _panel(axes, [row for row in rows if row.direction == pass_], shapes, contestants, colours)
         axes.set_title(_TITLES[pass_], loc="left", fontsize=11)
         axes.set_ylabel("TFLOPS, sustained")
     handles, labels = figure.axes[0].get_legend_handles_labels()
