@@ -176,7 +176,7 @@ def gate(names: Sequence[str], device: torch.device, seed: int) -> bool:
 
 def bench_group(
     shape: testing.Shape,
-    direction: str  # "fwd" or "bwd",
+    pass_: str,
     names: Sequence[str],
     device: torch.device,
     args: argparse.Namespace,
