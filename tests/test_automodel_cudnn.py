@@ -15,7 +15,7 @@ import slattn
 from slattn import reference
 from slattn.automodel import cudnn_sparse_attention as module
 from slattn.backends import flashmla_cudnn, vendor_runtimes
-from slattn.testing import relative_error
+from slattn.testing import CASE_BUDGETS, relative_error
 from vendor_stand_ins import CudnnDsa, FlashMla, problem_of
 
 SIGNATURES = {
@@ -374,9 +374,9 @@ def test_on_the_gpu(heads, head_dim, given, libraries):
     want = _truth(q, kv, indices, grad_out)
     q, kv = q.detach().cuda().requires_grad_(), kv.detach().cuda().requires_grad_()
     got = _run(q, kv, indices.cuda(), grad_out.cuda(), **keywords)
-    dkv = 2.5e-3 if heads <= 128 else 3.0e-3  # two groups of heads, each rounded before the sum
-    for name, tensor, truth, budget in zip(("out", "dq", "dkv"), got, want, (2.1e-3, 2.27e-3, dkv), strict=True):
-        assert relative_error(tensor.cpu(), truth) < budget, name
+    slack = 1.0 if heads <= 128 else 1.25  # two groups of heads, each rounded before the sum
+    for name, tensor, truth in zip(("out", "dq", "dkv"), got, want, strict=True):
+        assert relative_error(tensor.cpu(), truth) < slack * CASE_BUDGETS[name], name
     for tensor in got[:2]:
         assert not tensor[[0, 30, 61]].any()
 

@@ -52,10 +52,7 @@ def pair(monkeypatch):
 
 def _checked(case: Case, backend: str, device: str) -> None:
     rows = check(case, backend, device)
-    # Where cuDNN runs twice, for a second group of heads or for the gradient of lse, each part is rounded to bf16
-    # (1.66e-3) before the sum is: sqrt(2.35^2 + 1.66^2) = 2.88 in place of 2.35 thousandths.
-    slack = 1.25 if case.heads > 128 or case.grad_lse else 1.0
-    bad = [f"{row.tensor} {row.error:.2e} > {row.budget:.2e}" for row in rows if row.error > slack * row.budget]
+    bad = [f"{row.tensor} {row.error:.2e} > {row.budget:.2e}" for row in rows if not row.passed]
     assert not bad, "; ".join(bad)
 
 
@@ -244,20 +241,10 @@ def cuda():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
-def test_cases_on_the_gpu(case, cuda):
-    _checked(case, "flashmla_cudnn", cuda)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [512, 576])
 @pytest.mark.parametrize("heads", [8, 64, 128, 192])
 def test_accuracy_on_the_gpu(heads, head_dim, cuda):
-    inputs = make_inputs(Case("gpu", heads=heads, head_dim=head_dim, queries=64, keys=512, slots=256), cuda)
-    got, want = run(inputs, "flashmla_cudnn"), oracle(inputs)
-    dkv = 2.5e-3 if heads <= 128 else 3.0e-3  # two groups of heads, each rounded before the sum
-    for name, budget in {"out": 2.1e-3, "lse": 5e-7, "dq": 2.27e-3, "dkv": dkv, "dsink": 4.5e-3}.items():
-        assert relative_error(getattr(got, name), getattr(want, name)) <= budget, name
+    _checked(Case("gpu", heads=heads, head_dim=head_dim, queries=64, keys=512, slots=256), "flashmla_cudnn", cuda)
 
 
 @pytest.mark.gpu

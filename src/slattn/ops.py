@@ -351,9 +351,7 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.slattn.forward.default.redispatch(
-                keyset & torch._C._after_autograd_keyset, *arguments
-            )
+            out, lse = torch.ops.slattn.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
         ctx.save_for_backward(*arguments[:5], out, lse)
         ctx.settings = arguments[5:]
         ctx.set_materialize_grads(False)
@@ -385,9 +383,7 @@ def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     if differentiable and torch.is_grad_enabled():
         return _SparseAttention.apply(keyset, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.slattn.forward.default.redispatch(
-            keyset & torch._C._after_autograd_keyset, *arguments
-        )
+        return torch.ops.slattn.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")

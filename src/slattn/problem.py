@@ -60,20 +60,18 @@ def describe(
     _tensor("kv", kv, FLOAT_DTYPES)
     _tensor("indices", indices, (torch.int32, torch.int64))
     if kv.dtype != q.dtype and not (q.dtype == torch.bfloat16 and kv.dtype == torch.float32):
-        raise TypeError(
-            f"kv must have q's dtype, {q.dtype} (or be float32 beside a bfloat16 q); got {kv.dtype}"
-        )
+        raise TypeError(f"kv must have q's dtype, {q.dtype} (or be float32 beside a bfloat16 q); got {kv.dtype}")
     if q.dim() == 3:
         batch, (queries, heads, head_dim) = 1, q.shape
         lead: tuple[int, ...] = (queries,)
-        kv_shapes, index_shapes = ("[N, D]", "[N, 1, D]"), ("[T, K]", "[T, 1, K]")
+        kv_shapes, index_shapes = "[N, D] or [N, 1, D]", "[T, K] or [T, 1, K]"
         kv_fits = kv.dim() == 2 or (kv.dim() == 3 and kv.shape[1] == 1)
         indices_fit = indices.dim() == 2 or (indices.dim() == 3 and indices.shape[1] == 1)
         keys = kv.shape[0] if kv_fits else 0
     elif q.dim() == 4:
         batch, queries, heads, head_dim = q.shape
         lead = (batch, queries)
-        kv_shapes, index_shapes = ("[B, N, D]",), ("[B, S, K]",)
+        kv_shapes, index_shapes = "[B, N, D]", "[B, S, K]"
         kv_fits = kv.dim() == 3 and kv.shape[0] == batch
         indices_fit = indices.dim() == 3
         keys = kv.shape[1] if kv_fits else 0
@@ -81,13 +79,12 @@ def describe(
         raise ValueError(f"q must be [T, H, D] or [B, S, H, D]; got shape {list(q.shape)}")
     if not kv_fits or kv.shape[-1] != head_dim:
         raise ValueError(
-            f"kv must be {' or '.join(kv_shapes)} with D = {head_dim}"
+            f"kv must be {kv_shapes} with D = {head_dim}"
             f"{f' and B = {batch}' if q.dim() == 4 else ''} to go with q {list(q.shape)}; got {list(kv.shape)}"
         )
     if not indices_fit or tuple(indices.shape[: len(lead)]) != lead:
         raise ValueError(
-            f"indices must be {' or '.join(index_shapes)}, one row for each query of q {list(q.shape)}; "
-            f"got {list(indices.shape)}"
+            f"indices must be {index_shapes}, one row for each query of q {list(q.shape)}; got {list(indices.shape)}"
         )
     slots = indices.shape[-1]
     if slots < 1:

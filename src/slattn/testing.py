@@ -267,9 +267,18 @@ def check(case: Case, backend: str, device: torch.device | str, seed: int = 0) -
         error = relative_error(tensor, truth)
         if name in nothing and bool(tensor[nothing[name]].count_nonzero()):
             error = math.inf
-        budget = case.budgets.get(name, CASE_BUDGETS[name])
+        budget = case.budgets.get(name, CASE_BUDGETS[name]) * _slack(case, backend)
         rows.append(Row(case.name, name, error, budget, error <= budget))
     return rows
+
+
+def _slack(case: Case, backend: str) -> float:
+    """How much wider a budget is where the vendor pair cannot but round twice.
+
+    Where cuDNN runs twice, for a second group of heads or for the gradient of lse, each part is rounded to bf16
+    (1.66e-3) before the sum is: sqrt(2.35^2 + 1.66^2) = 2.88 thousandths in place of 2.35.
+    """
+    return 1.25 if backend == "flashmla_cudnn" and (case.heads > 128 or case.grad_lse) else 1.0
 
 
 def bench_inputs(shape: Shape, device: torch.device | str, seed: int = 0) -> Inputs:

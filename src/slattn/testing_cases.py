@@ -126,15 +126,17 @@ LENGTHS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
     "zero": lambda rows, k, g: torch.zeros(rows),
 }
 
+
+def _constant_sink(value: float) -> Callable[[int, torch.Generator], Tensor]:
+    return lambda heads, g: torch.full((heads,), value)
+
+
 # Name -> (H, generator) -> [H] float32.
 SINKS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "random": lambda heads, g: torch.randn(heads, generator=g) + 2.0,
     "bf16": lambda heads, g: torch.randn(heads, generator=g) + 2.0,
     "mixed": lambda heads, g: torch.tensor(_MIXED_SINKS)[torch.arange(heads) % len(_MIXED_SINKS)],
-    **{
-        name: lambda heads, g, value=float(name): torch.full((heads,), value)
-        for name in ("-inf", "+inf", "2.4e38", "30", "-30")
-    },
+    **{name: _constant_sink(float(name)) for name in ("-inf", "+inf", "2.4e38", "30", "-30")},
 }
 
 # (heads, head_dim, queries, keys, slots): every head count that a tensor-parallel shard may have, every number of
@@ -175,9 +177,12 @@ _ONE_KEY = {"dq": 2.5e-2, "dkv": 4e-3}
 # Few keys hold the weight, so that few roundings make up the error, and dp - delta cancels in part.
 _FEW_KEYS = {"dq": 4.5e-3, "dkv": 3.5e-3}
 _FEW_HEADS = {"dsink": 3e-2}  # a sum of random sign over the queries, compared for one or two heads alone
+# Logits of a hundred: a tensor core truncates as it adds them up, and an H200 then gives lse to 5.2e-7 to 6.5e-7, in
+# FlashMLA as in our kernels.
+_LARGE_LOGITS = {"lse": 1e-6}
 _PEAKED = {"dq": 1.5e-2, "dkv": 1.5e-2, "dsink": 3e-2}  # logits far apart: as _ONE_KEY, for part of the rows
 # A large part is common to all keys; dq is the small difference that is left of it, out and dkv carry it whole.
-_COMMON_PART = {"dq": 5e-2, "dkv": 1.5e-2}
+_COMMON_PART = {"dq": 5e-2, "dkv": 1.5e-2} | _LARGE_LOGITS
 
 
 def _size(heads: int, head_dim: int, queries: int, keys: int, slots: int) -> Case:
@@ -249,8 +254,16 @@ CASES: tuple[Case, ...] = (
         sink=None,
         budgets=_FEW_KEYS,
     ),
-    Case("values-large", values="large", heads=64, queries=12, budgets=_PEAKED),
-    Case("values-large-576", values="large", heads=64, head_dim=576, queries=12, sink=None, budgets=_PEAKED),
+    Case("values-large", values="large", heads=64, queries=12, budgets=_PEAKED | _LARGE_LOGITS),
+    Case(
+        "values-large-576",
+        values="large",
+        heads=64,
+        head_dim=576,
+        queries=12,
+        sink=None,
+        budgets=_PEAKED | _LARGE_LOGITS,
+    ),
     Case("values-negative", values="negative", heads=64, sink=None, budgets=_COMMON_PART),
     Case("values-negative-one-query", values="negative", heads=64, queries=1, sink=None, budgets=_COMMON_PART),
     Case(

@@ -112,7 +112,7 @@ def bwd(
             ("d_attn_sink", d_attn_sink, (H,), torch.float32),
         ):
             _shaped(name, tensor, shape, kind, q.device)
-        problem = describe_v4(q, kv, attn_sink, topk_idxs, sm_scale)
+        problem = describe_v4(q, kv, attn_sink, topk_idxs, sm_scale, deterministic=None)
         if not (dkv.is_contiguous() and d_attn_sink.is_contiguous()):
             raise ValueError("dkv and d_attn_sink are added to in place and must be contiguous")
         sums = dkv if dkv.data_ptr() % 16 == 0 else torch.zeros_like(dkv)  # the kernel adds four numbers at a time
@@ -190,7 +190,7 @@ def sparse_mqa_bwd_interface(
         TypeError, ValueError: arguments that do not fit.
         slattn.BackendRefusal: no CUDA device, no TileLang, or a size the kernels do not take.
     """
-    describe_v4(q, kv, attn_sink, topk_idxs, sm_scale)
+    describe_v4(q, kv, attn_sink, topk_idxs, sm_scale, deterministic=None)
     (batch, queries, heads, dim), keys = q.shape, kv.shape[1]
     delta = preprocess(batch, queries, heads, dim)(o, do)
     dkv = torch.zeros_like(kv, dtype=torch.float32, memory_format=torch.contiguous_format)

@@ -115,15 +115,28 @@ def sparse_mqa_fwd_interface(
     return kernel(q, kv, attn_sink, topk_idxs)
 
 
-def describe_v4(q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, sm_scale: float | None) -> Problem:
-    """The problem that V4's arguments are, checked; the kernels must be willing to run it."""
+def describe_v4(
+    q: Tensor,
+    kv: Tensor,
+    attn_sink: Tensor,
+    topk_idxs: Tensor,
+    sm_scale: float | None,
+    *,
+    deterministic: bool | None = False,
+) -> Problem:
+    """The problem that V4's arguments are, checked; the kernels must be willing to run it.
+
+    The forward is deterministic as it is; the backward asks with None, for what torch's switch says.
+    """
     if isinstance(q, Tensor) and q.dim() != 4:
         raise ValueError(f"q must be [batch, sequence, heads, head_dim]; got {list(q.shape)}")
     if not isinstance(attn_sink, Tensor):
         raise TypeError(f"attn_sink must be a torch.Tensor; got {type(attn_sink).__name__}")
     head_dim = q.shape[-1] if isinstance(q, Tensor) else None
     try:
-        problem = describe(q, kv, topk_idxs, scale=sm_scale, attn_sink=attn_sink, d_v=head_dim, deterministic=False)
+        problem = describe(
+            q, kv, topk_idxs, scale=sm_scale, attn_sink=attn_sink, d_v=head_dim, deterministic=deterministic
+        )
     except (TypeError, ValueError) as error:
         name, _, words = str(error).partition(" ")
         raise type(error)(f"{_NAMES.get(name, name)} {words}") from None

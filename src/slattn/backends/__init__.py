@@ -67,4 +67,6 @@ def choose(problem: Problem, backend: str) -> str:
 
 @functools.cache
 def _say_once(reasons: str) -> None:
-    warnings.warn(f"slattn runs its slow reference on this GPU, because no kernel takes the call: {reasons}")
+    warnings.warn(
+        f"slattn runs its slow reference on this GPU, because no kernel takes the call: {reasons}", stacklevel=2
+    )

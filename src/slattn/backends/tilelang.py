@@ -14,6 +14,7 @@ from torch import Tensor
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
     VALUE_DIMS,
+    HopperBackwardConfig,
     PrepareConfig,
     architecture,
     backward_config,
@@ -33,6 +34,8 @@ def refusal(problem: Problem) -> str | None:
     if VALUE_DIMS.get(problem.head_dim) != problem.value_dim:
         pairs = ", ".join(f"({d}, {v})" for d, v in VALUE_DIMS.items())
         return f"the kernels take (D, d_v) of {pairs}, not ({problem.head_dim}, {problem.value_dim})"
+    if problem.batch * problem.keys >= 2**31:
+        return f"the kernels count keys in int32, and {problem.batch} batch entries of {problem.keys} are too many"
     if problem.deterministic:
         return "the kernels sum dkv by atomics, in an order that differs from run to run"
     return _machine_refusal(problem.device.index or 0)
@@ -200,6 +203,10 @@ def main_backward(
         _arch(q.device), problem.heads, problem.head_dim, grad_lse=grad_lse is not None, dq=need_q, dkv=need_kv
     )
     indices = int32_indices(indices, problem.keys)
+    if isinstance(config, HopperBackwardConfig):
+        rest: tuple[object, ...] = (torch.cuda.get_device_properties(q.device).multi_processor_count,)
+    else:
+        rest = tuple((lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse))
     with torch.cuda.device(q.device):
         kernel(config)(
             _rows(q),
@@ -209,14 +216,13 @@ def main_backward(
             _flat(topk_length, indices),
             lse2.view(-1, problem.heads),
             delta.view(-1, problem.heads),
-            (lse2 if lse is None else lse).view(-1, problem.heads),
-            (lse2 if grad_lse is None else grad_lse).view(-1, problem.heads),
             _rows(q if dq is None else dq),
             lse2.new_empty(1, problem.head_dim) if dkv is None else _rows(dkv, 1),
             problem.queries,
             problem.keys,
             int(topk_length is not None),
             problem.scale,
+            *rest,
         )
     return dq, dkv
 

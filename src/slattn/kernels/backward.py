@@ -41,8 +41,8 @@ def backward(config: BackwardConfig) -> Any:
 
     Parameters of the program, all contiguous: Q [T, H, D], KV [B * N, D], GradOut [T, H, d_v], Indices [T, K],
     Lengths [T] (any length, not read, unless use_lengths), Lse2 [T, H] (base 2, sink included, +inf for an empty
-    row), Delta [T, H], Lse and GradLse [T, H] (read with `config.grad_lse` only; natural, keys only),
-    GradQ [T, H, D] (written), GradKV [B * N, D] fp32 (added to), queries S, keys N, use_lengths, scale.
+    row), Delta [T, H], GradQ [T, H, D] (written), GradKV [B * N, D] fp32 (added to), queries S, keys N, use_lengths,
+    scale, and Lse and GradLse [T, H] (natural, keys only; read with `config.grad_lse` only).
     """
     head_tile, block, threads = config.head_tile, config.block, config.threads
     dim, value_dim, chunk = config.head_dim, config.value_dim, config.chunk
@@ -60,14 +60,14 @@ def backward(config: BackwardConfig) -> Any:
         Lengths: T.Tensor((lengths,), INT32),
         Lse2: T.Tensor((tokens, heads), FP32),
         Delta: T.Tensor((tokens, heads), FP32),
-        Lse: T.Tensor((tokens, heads), FP32),
-        GradLse: T.Tensor((tokens, heads), FP32),
         GradQ: T.Tensor((tokens, heads, dim), BF16),
         GradKV: T.Tensor((rows, dim), FP32),
         queries: T.int32,
         keys: T.int32,
         use_lengths: T.int32,
         scale: T.float32,
+        Lse: T.Tensor((tokens, heads), FP32),
+        GradLse: T.Tensor((tokens, heads), FP32),
     ):
         with T.Kernel(*grid(tokens, heads, head_tile), threads=threads, prelude=PRELUDE) as (bx, by, bz):
             q_s = T.alloc_shared((head_tile, dim), BF16)

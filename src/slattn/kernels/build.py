@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from slattn.kernels.config import TARGETS, BackwardConfig, ForwardConfig, HopperBackwardConfig, PrepareConfig
-
-Config = ForwardConfig | BackwardConfig | HopperBackwardConfig | PrepareConfig
+from slattn.kernels.config import TARGETS, BackwardConfig, Config, ForwardConfig, HopperBackwardConfig, PrepareConfig
 
 
 @functools.cache

@@ -26,7 +26,9 @@ PIECE = 128  # columns of dKV formed at a time, 64 by each back group
 
 
 def hopper_backward(config: HopperBackwardConfig) -> Any:
-    """The program; its parameters are those of `slattn.kernels.backward.backward`, and the number of SMs."""
+    """The program; its parameters are those of `slattn.kernels.backward.backward`, the last two replaced by sms, the
+    number of blocks of threads to launch, which share the queries.
+    """
     dim, pieces = config.head_dim, config.head_dim // PIECE
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
     lengths = T.dynamic("lengths")
@@ -41,7 +43,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     @T.macro
     def load_query(g: Any, m: Any, c: int, t: Any, h0: Any, turn: Any):
-        """Start loading the columns of Q and dO that the back groups' chunk `c` reads, once the last query's is done."""
+        """Start loading piece `c` of the columns of Q and dO, once the last query's is no longer read."""
         T.barrier_wait(m.query_free[c], turn % 2 ^ 1)
         T.tma_copy(
             g.q[t, h0 : h0 + HEADS, c * PIECE : c * PIECE + PIECE],
@@ -200,9 +202,23 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         with T.Kernel(sms, threads=3 * GROUP, prelude=PRELUDE) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
             g = SimpleNamespace(
-                q=Q, kv=KV, grad_out=GradOut, indices=Indices, lengths=Lengths, lse2=Lse2, delta=Delta,
-                grad_q=GradQ, grad_kv=GradKV, queries=queries, keys=keys, use_lengths=use_lengths, scale=scale,
-                sms=sms, bx=bx, groups=groups, tasks=T.ceildiv(tokens * groups - bx, sms),
+                q=Q,
+                kv=KV,
+                grad_out=GradOut,
+                indices=Indices,
+                lengths=Lengths,
+                lse2=Lse2,
+                delta=Delta,
+                grad_q=GradQ,
+                grad_kv=GradKV,
+                queries=queries,
+                keys=keys,
+                use_lengths=use_lengths,
+                scale=scale,
+                sms=sms,
+                bx=bx,
+                groups=groups,
+                tasks=T.ceildiv(tokens * groups - bx, sms),
             )
             m = SimpleNamespace(
                 q=T.alloc_shared((HEADS, dim), BF16),

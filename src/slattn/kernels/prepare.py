@@ -11,8 +11,8 @@ from slattn.kernels.device import BF16, FP32, LOG2E
 def prepare(config: PrepareConfig) -> Any:
     """The program for one configuration.
 
-    Parameters of the program, all contiguous: Out, GradOut [T * H, d_v / 64, 64]; Lse [T * H] (natural, keys only, +inf for an
-    empty row); Sink [H] (any length, not read, unless use_sink); Delta [T * H], Lse2 [T * H] and GradSink [T * H]
+    Parameters of the program, all contiguous: Out, GradOut [T * H, d_v / 64, 64]; Lse [T * H] (natural, keys only,
+    +inf for an empty row); Sink [H] (any length, not read, unless use_sink); Delta, Lse2 and GradSink [T * H]
     (written; GradSink, each query's share of the sink's gradient, only with use_sink); heads H; use_lse, without
     which only Delta is written, whatever the row; use_sink.
     """
