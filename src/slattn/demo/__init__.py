@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slattn.backends import MODULES
 
-STEPS = 1200  # 80 seconds on two idle CPU cores, and a held-out loss of 1.5
+STEPS = 1000  # two minutes on one idle CPU core, less on two; a held-out loss of 1.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

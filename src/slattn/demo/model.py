@@ -10,7 +10,7 @@ shared by all heads:
 Raw and pooled rows stand one after the other in `kv`; `indices` names both kinds, -1 where there is nothing. Whatever
 is causal is in those indices: a block is pooled from its own tokens alone and named only once it is complete.
 
-The sizes are the kernels' (heads of 64) and small enough to train on two CPU cores in two minutes.
+The sizes are the kernels' (heads of 64) and small enough to train on two CPU cores in under two minutes.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x)).float(), index_loss
 
     @torch.no_grad()
-    def generate(self, tokens: Tensor, count: int, *, seed: int, temperature: float = 0.7) -> Tensor:
+    def generate(self, tokens: Tensor, count: int, *, seed: int, temperature: float = 0.6) -> Tensor:
         """`count` tokens that continue `tokens` `[n]`, drawn one by one; each sees the last `config.sequence`."""
         generator = torch.Generator().manual_seed(seed)  # on the CPU: the draws do not depend on the device
         text, device = tokens.tolist(), self.embedding.weight.device
