@@ -78,7 +78,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             for h in T.Parallel(HEADS):
                 lse[h] = T.if_then_else(h0 + h < heads, g.lse2[t, h0 + h], T.infinity(FP32))
                 delta[h] = T.if_then_else(h0 + h < heads, g.delta[t, h0 + h], 0.0)
-            for b in T.serial(T.ceildiv(count, BLOCK)):
+            for b in T.serial(T.max(T.ceildiv(count, BLOCK), 1)):
                 T.barrier_wait(m.key_free, step % 2 ^ 1)
                 for r in T.unroll(4):
                     if slot[r] >= g.keys or slot[r] < 0:
@@ -127,27 +127,23 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 T.fence_proxy_async()
                 arrive(m.scores_full, 0)
                 step += 1
-            if count > 0:
-                turn += 1
+            turn += 1
 
     @T.macro
-    def chunk(m: Any, dkv: Any, buffer: Any, c: Any):
-        """Issue dkv = P^T dO + dS^T Q for one piece of the columns."""
-        T.wgmma_gemm(
-            m.p[buffer, :, :],
-            m.do[:, c * PIECE : c * PIECE + PIECE],
-            dkv,
-            transpose_A=True,
-            clear_accum=True,
-        )
-        T.wgmma_gemm(m.ds[buffer, :, :], m.q[:, c * PIECE : c * PIECE + PIECE], dkv, transpose_A=True)
+    def chunk(m: Any, dkv: Any, buffer: Any, column: Any):
+        """Issue dkv = P^T dO + dS^T Q for 64 columns."""
+        T.wgmma_gemm(m.p[buffer, :, :], m.do[:, column : column + 64], dkv, transpose_A=True, clear_accum=True)
+        T.wgmma_gemm(m.ds[buffer, :, :], m.q[:, column : column + 64], dkv, transpose_A=True)
 
     @T.macro
-    def back(g: Any, m: Any):
-        dq = T.alloc_fragment((HEADS, dim), FP32)
-        dkv = T.alloc_fragment((BLOCK, PIECE), FP32)
+    def back(g: Any, m: Any, group: int):
+        """One back group: its half of the columns of every piece, and of dQ.
+
+        The second group forms its first chunk before its dQ, so that reductions go out while the first forms dQ.
+        """
+        dq = T.alloc_fragment((HEADS, dim // 2), FP32)
+        dkv = T.alloc_fragment((BLOCK, 64), FP32)
         step = T.alloc_var(INT32, 0)
-        group = T.alloc_var(INT32, T.get_thread_binding() // GROUP - 1)
         for task in T.serial(g.tasks):
             t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
             h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
@@ -155,32 +151,34 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             count = T.alloc_var(INT32, slots)
             if g.use_lengths != 0:
                 count = T.min(T.max(g.lengths[t], 0), slots)
-            T.fill(dq, 0)
-            for b in T.serial(T.ceildiv(count, BLOCK)):
+            for b in T.serial(T.max(T.ceildiv(count, BLOCK), 1)):
                 T.barrier_wait(m.scores_full, step % 2)
-                T.wgmma_gemm(m.ds[step % 2, :, :], m.kv, dq)
-                chunk(m, dkv, step % 2, 0)
-                T.wait_wgmma(2)
-                arrive(m.key_free, 0)
-                T.wait_wgmma(0)
-                if (b + 1) * BLOCK >= count:
-                    arrive(m.query_free, 0)
-                reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, group * 64, 2 * WARPS)
-                for c in T.serial(1, pieces):
-                    chunk(m, dkv, step % 2, c)
+                for c in every_piece:
+                    if c == group:
+                        T.wgmma_gemm(
+                            m.ds[step % 2, :, :],
+                            m.kv[:, group * (dim // 2) : (group + 1) * (dim // 2)],
+                            dq,
+                            clear_accum=b == 0,
+                        )
+                    chunk(m, dkv, step % 2, c * PIECE + group * 64)
+                    if c == group:
+                        T.wait_wgmma(2)
+                        arrive(m.key_free, 0)
+                        if (b + 1) * BLOCK >= count:
+                            T.call_extern(
+                                "handle",
+                                f"slattn::store_rows<{dim // 2}>",
+                                dq.data,
+                                T.access_ptr(g.grad_q[t, h0, group * (dim // 2)], "w"),
+                                heads - h0,
+                                dim,
+                            )
                     T.wait_wgmma(0)
                     if (b + 1) * BLOCK >= count:
                         arrive(m.query_free, c)
-                    reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, c * PIECE + group * 64, 2 * WARPS)
+                    reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, c * PIECE + group * 64)
                 step += 1
-            T.call_extern(
-                "handle",
-                f"slattn::store_rows<{dim // 2}>",
-                dq.data,
-                T.access_ptr(g.grad_q[t, h0, group * (dim // 2)], "w"),
-                heads - h0,
-                dim,
-            )
 
     @T.prim_func
     def main(
@@ -236,8 +234,11 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             if tx < GROUP:
                 T.set_max_nreg(config.front_registers, 0)
                 front(g, m)
+            elif tx < 2 * GROUP:
+                T.set_max_nreg(config.back_registers, 1)
+                back(g, m, 0)
             else:
                 T.set_max_nreg(config.back_registers, 1)
-                back(g, m)
+                back(g, m, 1)
 
     return main
