@@ -60,6 +60,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     @T.macro
     def front(g: Any, m: Any):
         slot = T.alloc_local((BLOCK * 8 // GROUP,), INT32)
+        source = T.alloc_local((BLOCK * 8 // GROUP,), "int64")
         s = T.alloc_fragment((HEADS, BLOCK), FP32)
         dp = T.alloc_fragment((HEADS, BLOCK), FP32)
         lse = T.alloc_fragment((HEADS,), FP32)
@@ -77,25 +78,28 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             load_slots(slot, g.indices, t, 0, count, tx, GROUP)
             for h in T.Parallel(HEADS):
                 lse[h] = T.if_then_else(h0 + h < heads, g.lse2[t, h0 + h], T.infinity(FP32))
-                delta[h] = T.if_then_else(h0 + h < heads, g.delta[t, h0 + h], 0.0)
+                delta[h] = T.if_then_else(h0 + h < heads, g.delta[t, h0 + h] * g.scale, 0.0)
             for b in T.serial(T.max(T.ceildiv(count, BLOCK), 1)):
-                T.barrier_wait(m.key_free, step % 2 ^ 1)
                 for r in T.unroll(4):
                     if slot[r] >= g.keys or slot[r] < 0:
                         slot[r] = -1
+                    source[r] = T.cast(first + T.max(slot[r], 0), "int64") * dim + tx % 8 * 8
+                T.barrier_wait(m.key_free, step % 2 ^ 1)
+                for r in T.unroll(4):
                     if tx % 8 == 0:
                         m.rows[step % 2, r * 16 + tx // 8] = slot[r]
                 for c in every_piece:
                     for r in T.unroll(4):
-                        for side in T.unroll(2):
-                            T.ptx_cp_async(
-                                T.access_ptr(m.kv[r * 16 + tx // 8, c * PIECE + side * 64 + tx % 8 * 8], "w", 8),
-                                T.access_ptr(
-                                    g.kv[first + T.max(slot[r], 0), c * PIECE + side * 64 + tx % 8 * 8], "r", 8
-                                ),
-                                8,
-                                slot[r] >= 0,
-                            )
+                        T.call_extern(
+                            "handle",
+                            f"slattn::copy_row<{PIECE // 64}>",
+                            T.access_ptr(m.kv, "w"),
+                            T.call_extern("handle", "slattn::at", T.access_ptr(g.kv, "r"), source[r]),
+                            r * 16 + tx // 8,
+                            tx % 8,
+                            c * (PIECE // 64),
+                            slot[r] >= 0,
+                        )
                     T.ptx_commit_group()
                 load_slots(slot, g.indices, t, b + 1, count, tx, GROUP)
                 if b == 0:
@@ -119,7 +123,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 T.wait_wgmma(0)
                 for i, j in T.Parallel(HEADS, BLOCK):
                     s[i, j] = T.exp2(T.min(s[i, j] * (g.scale * LOG2E) - lse[i], 0.0))
-                    dp[i, j] = s[i, j] * (dp[i, j] - delta[i]) * g.scale
+                    dp[i, j] = s[i, j] * (dp[i, j] * g.scale - delta[i])
                     s[i, j] = T.Select(m.rows[step % 2, j] >= 0, s[i, j], 0.0)
                     dp[i, j] = T.Select(m.rows[step % 2, j] >= 0, dp[i, j], 0.0)
                 T.copy(s, m.p[step % 2, :, :])
