@@ -187,6 +187,22 @@ def test_invalid_slots_change_nothing(backend: str, extra: int):
 
 
 @pytest.mark.parametrize("backend", INVARIANT)
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_a_gradient_does_not_depend_on_which_others_are_wanted(backend: str, wanted: tuple[bool, bool]):
+    inputs = case_inputs(backend)
+    want = run_or_skip(inputs, backend)
+    dq, dkv, dsink = slattn.sparse_attention_backward(
+        *(inputs.q, inputs.kv, inputs.indices, want.out, want.lse, inputs.grad_out),
+        attn_sink=inputs.attn_sink,
+        needs=(*wanted, True),
+        backend=backend,
+    )
+    for got, full, asked in ((dq, want.dq, wanted[0]), (dkv, want.dkv, wanted[1]), (dsink, want.dsink, True)):
+        assert (got is None) != asked
+        assert got is None or relative_error(got, full) < CLOSE[backend]
+
+
+@pytest.mark.parametrize("backend", INVARIANT)
 def test_a_length_is_as_invalid_slots_behind_it(backend: str):
     inputs = case_inputs(backend, lengths="random")
     masked = inputs.indices.masked_fill(~counting_slots(inputs), -1)

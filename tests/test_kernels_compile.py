@@ -71,6 +71,21 @@ def requested_shared_bytes(config):
     return 0 if isinstance(config, PrepareConfig) else config.shared_bytes
 
 
+@pytest.mark.parametrize("arch", [80, 100])
+@pytest.mark.parametrize(("heads", "head_dim"), [(64, 512), (16, 512), (64, 576), (64, 128)])
+def test_a_warp_holds_16_rows_of_dkv(arch, heads, head_dim):
+    """reduce_rows reads accumulators so. Where the products are mma.sync, TileLang has a choice; wgmma leaves none."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed: pip install slattn[tilelang]")
+    from slattn.kernels.build import source
+
+    config = backward_config(arch, heads, head_dim)
+    loads = [line for line in source(config).splitlines() if "ldmatrix" in line and ("p_s)" in line or "ds_s)" in line)]
+    loads = [line for line in loads if "ldmatrix_x4(" in line]  # as the left operand, which dkv's products read
+    assert loads
+    rows = "& 127) >> 5)" if config.threads == 256 else "((((int)threadIdx.x) >> 5) *"
+    assert all(rows in line for line in loads), loads
+
+
 def test_few_enough_to_compile_them_all():
     assert len(CLAIMED) <= 80
 
@@ -94,6 +109,8 @@ def test_few_heads_waste_no_tile():
 def test_a_tile_that_does_not_fit_is_refused_with_its_size():
     with pytest.raises(ValueError, match=r"needs \d+ bytes of shared memory; this architecture has 232448"):
         forward_config(90, 64, 576, block=128)
+    with pytest.raises(ValueError, match="blocks of 64 slots only; got a block of 32"):
+        forward_config(90, 16, 128, block=32, threads=256)
     with pytest.raises(ValueError, match="32, 64 or 128 slots and 128 or 256 threads; got block 48, threads 256"):
         forward_config(90, 64, 512, block=48)
 
@@ -104,7 +121,8 @@ def test_a_tile_that_the_caller_sets_is_honoured():
 
 
 @pytest.mark.parametrize(
-    ("capability", "expected"), [((8, 0), 80), ((9, 0), 90), ((10, 0), 100), ((8, 6), None), ((7, 5), None)]
+    ("capability", "expected"),
+    [((8, 0), 80), ((9, 0), 90), ((10, 0), 100), ((8, 6), None), ((10, 3), None), ((12, 0), None)],
 )
 def test_architecture(capability, expected):
     assert architecture(capability) == expected
@@ -113,6 +131,20 @@ def test_architecture(capability, expected):
 def test_sizes_of_a_call_are_in_no_configuration():
     fields = set(ForwardConfig.__dataclass_fields__) | set(BackwardConfig.__dataclass_fields__)
     assert not fields & {"tokens", "queries", "keys", "slots", "batch", "heads", "scale"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "head_dim"), [(64, 512), (16, 512), (24, 576), (80, 576), (64, 128), (8, 64)])
+def test_the_sm80_kernels_are_right(monkeypatch, heads, head_dim):
+    """Their PTX runs on newer GPUs: the one way to see the program of SM80, and nearly that of SM100, at work here."""
+    from slattn.backends import tilelang
+    from slattn.testing import Case, check
+
+    monkeypatch.setattr(tilelang, "_arch", lambda device: 80)
+    for lse in (False, True):
+        case = Case("sm80", heads=heads, head_dim=head_dim, queries=33, indices="holes", lengths="random", grad_lse=lse)
+        for row in check(case, "tilelang", "cuda"):
+            assert row.error <= 1.5 * row.budget, row
 
 
 @pytest.mark.gpu

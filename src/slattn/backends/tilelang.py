@@ -36,6 +36,8 @@ def refusal(problem: Problem) -> str | None:
         return f"the kernels take (D, d_v) of {pairs}, not ({problem.head_dim}, {problem.value_dim})"
     if problem.batch * problem.keys >= 2**31:
         return f"the kernels count keys in int32, and {problem.batch} batch entries of {problem.keys} are too many"
+    if problem.slots > 2**31 - 256:
+        return f"the kernels count slots in int32, and {problem.slots} a row are too many"
     if problem.deterministic:
         return "the kernels sum dkv by atomics, in an order that differs from run to run"
     return _machine_refusal(problem.device.index or 0)
@@ -52,7 +54,7 @@ def _machine_refusal(device: int) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if architecture(capability) is None:
         return (
-            f"the kernels are written for compute capability 8.0, 9.x and 10.x, and "
+            f"the kernels are written for compute capability 8.0, 9.0 and 10.0, and "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
     return None

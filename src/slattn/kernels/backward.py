@@ -41,7 +41,8 @@ def backward(config: BackwardConfig) -> Any:
 
     Parameters of the program, all contiguous: Q [T, H, D], KV [B * N, D], GradOut [T, H, d_v], Indices [T, K],
     Lengths [T] (any length, not read, unless use_lengths), Lse2 [T, H] (base 2, sink included, +inf for an empty
-    row), Delta [T, H], GradQ [T, H, D] (written), GradKV [B * N, D] fp32 (added to), queries S, keys N, use_lengths,
+    row), Delta [T, H], GradQ [T, H, D] (written), GradKV [B * N, D] fp32 (added to; any number
+    of rows without `config.dkv`), queries S, keys N, use_lengths,
     scale, and Lse and GradLse [T, H] (natural, keys only; read with `config.grad_lse` only).
     """
     head_tile, block, threads = config.head_tile, config.block, config.threads
@@ -49,7 +50,7 @@ def backward(config: BackwardConfig) -> Any:
     parts = config.query_parts if config.dq else ()
     gemm = T.wgmma_gemm if config.wgmma else T.gemm
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    lengths = T.dynamic("lengths")
+    lengths, sums = T.dynamic("lengths, sums")
 
     @T.prim_func
     def main(
@@ -61,7 +62,7 @@ def backward(config: BackwardConfig) -> Any:
         Lse2: T.Tensor((tokens, heads), FP32),
         Delta: T.Tensor((tokens, heads), FP32),
         GradQ: T.Tensor((tokens, heads, dim), BF16),
-        GradKV: T.Tensor((rows, dim), FP32),
+        GradKV: T.Tensor((sums, dim), FP32),
         queries: T.int32,
         keys: T.int32,
         use_lengths: T.int32,
@@ -137,13 +138,15 @@ def backward(config: BackwardConfig) -> Any:
                     wait(config.wgmma)
                     T.sync_threads()
                     gather_rows(slot, KV, kv_s, row_s, (b + 1) % 2, first, keys, tx, threads)
+                    # reduce_rows wants a warp to hold 16 rows, and each 4 warps a share of the columns: FullRow.
                     for c in T.serial(value_dim // chunk if config.dkv else 0):
-                        gemm(p_s, do_s[:, c * chunk : (c + 1) * chunk], dkv, clear_accum=True)
-                        gemm(ds_s, q_s[:, c * chunk : (c + 1) * chunk], dkv)
+                        columns = slice(c * chunk, (c + 1) * chunk)
+                        gemm(p_s, do_s[:, columns], dkv, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                        gemm(ds_s, q_s[:, columns], dkv, policy=T.GemmWarpPolicy.FullRow)
                         wait(config.wgmma)
                         reduce_rows(dkv, GradKV, row_s, b % 2, first, c * chunk + tx // 128 * 64, threads // 32)
                     if config.dkv and dim > value_dim:
-                        gemm(ds_s, q_s[:, value_dim:dim], tail, clear_accum=True)
+                        gemm(ds_s, q_s[:, value_dim:dim], tail, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                         wait(config.wgmma)
                         reduce_rows(
                             tail, GradKV, row_s, b % 2, first, value_dim + tx // 128 * (8192 // threads), threads // 32

@@ -110,9 +110,7 @@ Config = ForwardConfig | BackwardConfig | HopperBackwardConfig | PrepareConfig
 
 def architecture(capability: tuple[int, int]) -> int | None:
     """The architecture whose kernels a device of this compute capability runs; None where there are none."""
-    if capability == (8, 0):
-        return 80
-    return {9: 90, 10: 100}.get(capability[0])
+    return {(8, 0): 80, (9, 0): 90, (10, 0): 100}.get(capability)
 
 
 def head_tiles(head_dim: int) -> tuple[int, ...]:
@@ -151,6 +149,8 @@ def forward_config(
             f"the forward kernel takes a block of 32, 64 or 128 slots and 128 or 256 threads; "
             f"got block {config.block}, threads {config.threads}"
         )
+    if tile == 16 and config.threads == 256 and config.block != 64:
+        raise ValueError(f"256 threads share 16 heads in blocks of 64 slots only; got a block of {config.block}")
     if config.shared_bytes > SHARED_BYTES[arch]:
         raise ValueError(
             f"a block of {config.block} slots at {heads} heads of {head_dim} needs {config.shared_bytes} bytes of "

@@ -84,7 +84,7 @@ def forward(config: ForwardConfig) -> Any:
                 load_heads(Q, q_s, t, h0, heads)
                 T.fill(acc, 0)
                 T.fill(weights, 0)
-                T.fill(top, -1e30)
+                T.fill(top, -1e30 if natural else -3.4028234e38)  # finite, so that no infinity meets itself
 
                 for b in T.serial(T.ceildiv(count, block)):
                     T.ptx_wait_group(0)
