@@ -36,7 +36,7 @@ BY_NAME = {case.name: case for case in CASES}
 TENSORS = tuple(CASE_BUDGETS)
 
 # What flashmla_cudnn may refuse: that a library is not there, or a limit of the two. A failed self-test is none.
-REAL_LIMIT = re.compile("is missing|take D = 512|take a positive scale|compute capability|from run to run")
+REAL_LIMIT = re.compile("is missing|take D = 512|takes? a positive scale|compute capability|from run to run")
 
 
 @pytest.fixture(autouse=True)

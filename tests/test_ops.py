@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -238,11 +238,63 @@ def test_gradient_through_lse_alone_and_through_both():
     assert all(part.any() for parts_of in parts for part in parts_of)
 
 
-def test_double_backward_is_refused():
+@pytest.mark.parametrize("loss", [lambda out: out.sum(), lambda out: out.square().sum()])
+def test_double_backward_is_refused(loss: Callable[[Tensor], Tensor]):
+    """Also where the gradient of out carries no graph itself: the second derivative would silently be zero."""
     q, kv, indices, _ = inputs()
-    (dq,) = torch.autograd.grad(sparse_attention(q, kv, indices).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    (dq,) = torch.autograd.grad(loss(sparse_attention(q, kv, indices)), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
+        dq.square().sum().backward()
+
+
+def test_forward_mode_is_refused():
+    q, kv, indices, _ = inputs()
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.jvp(
+            lambda x: sparse_attention(x, kv.detach(), indices), (q.detach(),), (torch.ones_like(q.detach()),)
+        )
+
+
+def test_the_plain_backward_takes_tensors_that_require_grad():
+    q, kv, indices, sink = inputs()
+    out, lse = sparse_attention(q, kv, indices, attn_sink=sink, return_lse=True)
+    got = sparse_attention_backward(q, kv, indices, out, lse, torch.ones_like(out), attn_sink=sink)
+    want = torch.autograd.grad(out.sum(), [q, kv, sink])
+    for gradient, truth in zip(got, want, strict=True):
+        assert not gradient.requires_grad
+        torch.testing.assert_close(gradient, truth)
+
+
+@pytest.mark.parametrize("needs", [None, (True,), "qks", (1, 1, 1), (True,) * 4])
+def test_needs_are_three_bools(needs: object):
+    q, kv, indices, _ = inputs()
+    out, lse = sparse_attention(q, kv, indices, return_lse=True)
+    with pytest.raises(TypeError, match="needs must be three bools"):
+        sparse_attention_backward(q, kv, indices, out, lse, out, needs=needs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype):
+    q, kv, indices, sink = (x.detach().to(dtype) if x.is_floating_point() else x for x in inputs())
+    leaves = [x.requires_grad_() for x in (q, kv, sink)]
+
+    def step() -> tuple[Tensor, ...]:
+        out, lse = sparse_attention(q, kv, indices, attn_sink=sink, return_lse=True)
+        return out, lse, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    want = step()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = step()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_scale_that_changes_compiles():
+    q, kv, indices, _ = inputs()
+    compiled = torch.compile(
+        lambda scale: sparse_attention(q, kv, indices, scale=scale), fullgraph=True, backend="eager"
+    )
+    for scale in (0.3, 0.5):
+        assert torch.equal(compiled(scale), sparse_attention(q, kv, indices, scale=scale))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -234,3 +234,18 @@ def test_memory_does_not_hold_the_gathered_keys():
     script = MEMORY.format(queries=2048)
     extra = float(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout)
     assert extra < 150, f"{extra:.0f} MiB"
+
+
+def test_large_values_do_not_overflow_on_the_way():
+    q, kv = torch.zeros(1, 2, 8), torch.full((4, 8), 3e38)
+    sink = torch.tensor([0.0, torch.inf])
+    out = sparse_attention(q, kv, torch.arange(4)[None], attn_sink=sink)
+    torch.testing.assert_close(out[0, 0], torch.full((8,), 3e38 * 4 / 5))
+    assert not out[0, 1].any()
+
+
+def test_an_infinite_gradient_behind_an_infinite_sink_gives_zeros():
+    q, kv, sink = (x.requires_grad_() for x in (torch.randn(3, 1, 8), torch.randn(4, 8), torch.tensor([torch.inf])))
+    out = sparse_attention(q, kv, torch.arange(4).expand(3, 4), attn_sink=sink)
+    for gradient in torch.autograd.grad(out, [q, kv, sink], torch.full_like(out, torch.inf)):
+        assert not gradient.any()

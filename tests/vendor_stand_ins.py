@@ -24,7 +24,7 @@ def forget() -> None:
     for cached in (
         vendor_runtimes.flash_mla,
         vendor_runtimes.cudnn_dsa,
-        vendor_runtimes.ask,
+        vendor_runtimes._dialect,
         vendor_runtimes.takes_indexer_topk,
     ):
         cached.cache_clear()

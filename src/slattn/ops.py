@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slattn import backends
-from slattn.problem import Problem, check_backward, describe, lse_dtype
+from slattn.problem import Problem, check_backward, describe, either, lse_dtype
 
 _library = torch.library.Library("slattn", "DEF")
 _library.define(
@@ -150,27 +149,18 @@ def sparse_attention_backward(
     check_backward(problem, q, out, lse, grad_out, grad_lse)
     inner = lse_dtype(q.dtype)
     if dkv_dtype not in (None, kv.dtype, inner):
-        raise TypeError(f"dkv_dtype must be {kv.dtype} or {inner}; got {dkv_dtype}")
-    wanted = (bool(needs[0]), bool(needs[1]), bool(needs[2]) and attn_sink is not None)
-    gradients = iter(
-        torch.ops.slattn.backward(
-            q,
-            kv,
-            indices,
-            attn_sink,
-            topk_length,
-            out,
-            lse,
-            grad_out,
-            grad_lse,
-            problem.scale,
-            problem.value_dim,
-            problem.deterministic,
-            _backend_name(backend),
-            wanted,
-            kv.dtype if dkv_dtype is None else dkv_dtype,
+        raise TypeError(f"dkv_dtype must be {either((kv.dtype, inner))}; got {dkv_dtype}")
+    if not isinstance(needs, (tuple, list)) or len(needs) != 3 or not all(isinstance(need, bool) for need in needs):
+        raise TypeError(f"needs must be three bools, for dq, dkv and dsink; got {needs!r}")
+    wanted = (needs[0], needs[1], needs[2] and attn_sink is not None)
+    with torch.no_grad():
+        gradients = iter(
+            torch.ops.slattn.backward(
+                *(q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse),
+                *(problem.scale, problem.value_dim, problem.deterministic, _backend_name(backend), wanted),
+                kv.dtype if dkv_dtype is None else dkv_dtype,
+            )
         )
-    )
     dq, dkv, dsink = (next(gradients) if want else None for want in wanted)
     return dq, dkv, dsink
 
@@ -304,37 +294,13 @@ def _backward(
     return gradients
 
 
-def _forward_fake(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    attn_sink: Tensor | None,
-    topk_length: Tensor | None,
-    scale: float,
-    d_v: int,
-    deterministic: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    d_v = arguments[5]
     return q.new_empty(*q.shape[:-1], d_v), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
 
 
-def _backward_fake(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    attn_sink: Tensor | None,
-    topk_length: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    scale: float,
-    d_v: int,
-    deterministic: bool,
-    backend: str,
-    needs: list[bool],
-    dkv_dtype: torch.dtype,
-) -> list[Tensor]:
+def _backward_fake(q: Tensor, kv: Tensor, indices: Tensor, attn_sink: Tensor | None, *arguments: Any) -> list[Tensor]:
+    needs, dkv_dtype = arguments[-2:]
     gradients = []
     if needs[0]:
         gradients.append(q.new_empty(q.shape))
@@ -350,15 +316,13 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.slattn.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        out, lse = _below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
         ctx.save_for_backward(*arguments[:5], out, lse)
         ctx.settings = arguments[5:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         q, kv, indices, attn_sink, topk_length, out, lse = ctx.saved_tensors
         if grad_out is None:
@@ -376,18 +340,49 @@ class _SparseAttention(torch.autograd.Function):
         dq, dkv, dsink = (next(gradients) if need else None for need in needs)
         return None, dq, dkv, None, dsink, None, *(None for _ in ctx.settings)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError("slattn.sparse_attention has no forward-mode derivative")
+
+
+class _Backward(torch.autograd.Function):
+    """The backward where somebody may differentiate it again: it runs, and says no when that is tried."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(_below_autograd(torch.ops.slattn.backward.default, keyset, arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("the backward of slattn.sparse_attention cannot be differentiated again")
+
+
+def _below_autograd(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+
+def _differentiated(arguments: tuple[Any, ...]) -> bool:
+    if torch.autograd.forward_ad._current_level >= 0:  # a Function refuses forward mode; below it tangents get lost
+        return True
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
 
 def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    q, kv, _, attn_sink = arguments[:4]
-    differentiable = q.requires_grad or kv.requires_grad or (attn_sink is not None and attn_sink.requires_grad)
-    if differentiable and torch.is_grad_enabled():
+    if _differentiated(arguments):
         return _SparseAttention.apply(keyset, *arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.slattn.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+    return _below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
+
+
+def _backward_autograd(keyset: Any, *arguments: Any) -> list[Tensor]:
+    if _differentiated(arguments):
+        return list(_Backward.apply(keyset, *arguments))
+    return _below_autograd(torch.ops.slattn.backward.default, keyset, arguments)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 _library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
+_library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("slattn::forward", _forward_fake, lib=_library)
 torch.library.register_fake("slattn::backward", _backward_fake, lib=_library)

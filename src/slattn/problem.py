@@ -6,7 +6,6 @@ argument, is docs/contract.md.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_HEADS = 256
 MAX_KEYS = 2**31 - 1
+LARGEST_SCALE = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def either(dtypes: tuple[torch.dtype, ...]) -> str:
+    """The dtypes in words, each once."""
+    return " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+
+
 def int32_indices(indices: Tensor, keys: int) -> Tensor:
     """indices as contiguous int32; an int64 value that int32 cannot hold becomes -1, as it names no key."""
     if indices.dtype == torch.int32:
@@ -170,8 +175,9 @@ def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
     if value.dtype not in dtypes:
-        expected = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
-        raise TypeError(f"{name} must be {expected}; got {value.dtype}")
+        raise TypeError(f"{name} must be {either(dtypes)}; got {value.dtype}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got layout {value.layout}")
 
 
 def _shape(name: str, value: Tensor, form: str, expected: tuple[int, ...]) -> None:
@@ -186,8 +192,8 @@ def _scale(scale: float | None, head_dim: int) -> float:
         raise TypeError(
             f"scale must be a Python number (a tensor would make the host wait); got {type(scale).__name__}"
         )
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite; got {scale}")
+    if not -LARGEST_SCALE <= scale <= LARGEST_SCALE:  # NaN fails too; torch.compile cannot trace math.isfinite
+        raise ValueError(f"scale must be finite and within float32; got {scale}")
     return float(scale)
 
 

@@ -7,7 +7,10 @@ because with the queries and the output gradients stacked, its five products bec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +22,25 @@ from slattn.problem import Problem, lse_dtype
 CHUNK_BYTES = 32 * 2**20
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Autocast would run the products in bf16; inside here all arithmetic is fp32 or fp64."""
+
+    @functools.wraps(function)
+    def run(problem: Problem, *arguments: Any, **keywords: Any) -> Any:
+        kind = problem.device.type
+        autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if autocast else contextlib.nullcontext():
+            return function(problem, *arguments, **keywords)
+
+    return run
+
+
 def refusal(problem: Problem) -> str | None:
     """The reference takes every problem."""
     return None
 
 
+@_without_autocast
 def forward(
     problem: Problem,
     q: Tensor,
@@ -48,13 +65,14 @@ def forward(
         e = s.sub_(top).exp_()
         lse_keys = (top + e.sum(-1, keepdim=True).log()).masked_fill_(empty, torch.inf)
         lse_all = lse_keys if sink is None else torch.logaddexp(lse_keys, sink[:, None])
-        weighted = torch.bmm(e, chosen[..., : problem.value_dim]) * (top - lse_all).exp()
-        out[part] = weighted.to(q.dtype)
+        p = e.mul_((top - lse_all).exp())  # before the product, which large values would overflow otherwise
+        out[part] = torch.bmm(p, chosen[..., : problem.value_dim]).to(q.dtype)
         lse[part] = lse_keys.squeeze(-1)
     lead = (problem.batch, problem.queries, problem.heads)
     return out.view(*lead, problem.value_dim), lse.view(lead)
 
 
+@_without_autocast
 def backward(
     problem: Problem,
     q: Tensor,
@@ -84,13 +102,13 @@ def backward(
         index, counts = rows[part], rows[part] % (problem.keys + 1) != problem.keys
         qs, o, do = (x[part].to(keys.dtype) for x in flat)
         empty = ~counts.any(-1)[:, None, None]
-        do = do.masked_fill(empty, 0.0)
+        do = do.masked_fill(empty if sink is None else empty | (sink == torch.inf), 0.0)  # nothing comes from out
         delta = (o * do).sum(-1, keepdim=True)
         lse_keys = lse[part].masked_fill(empty, torch.inf)
         lse_all = lse_keys if sink is None else torch.logaddexp(lse_keys, sink)
         if dsink is not None and sink is not None:
-            share = (sink - lse_all).exp().masked_fill_(empty | sink.isinf(), 0.0)
-            dsink -= (share * delta).sum((0, 2))
+            share = (sink - lse_all).exp() * delta
+            dsink -= share.masked_fill_(empty | sink.isinf(), 0.0).sum((0, 2))
         if dq is None and dkeys is None:
             continue
         stacked = keys.new_zeros(2, qs.shape[0], heads, head_dim)  # output gradients over scaled queries

@@ -52,7 +52,7 @@ def choose(problem: Problem, backend: str) -> str:
         if reason is not None:
             raise BackendRefusal(f"backend {backend!r} cannot run this call: {reason}")
         return backend
-    if problem.device.type == "cpu":
+    if problem.device.type in ("cpu", "meta"):
         return "reference"
     reasons = []
     for name in MODULES:
@@ -61,12 +61,13 @@ def choose(problem: Problem, backend: str) -> str:
             break
         reasons.append(f"{name}: {reason}")
     if name == "reference":
-        _say_once("; ".join(reasons))
+        _say_once(problem.device.type, "; ".join(reasons))
     return name
 
 
 @functools.cache
-def _say_once(reasons: str) -> None:
+def _say_once(device: str, reasons: str) -> None:
     warnings.warn(
-        f"slattn runs its slow reference on this GPU, because no kernel takes the call: {reasons}", stacklevel=2
+        f"slattn runs its slow reference on a {device} device, because no kernel takes the call: {reasons}",
+        stacklevel=2,
     )

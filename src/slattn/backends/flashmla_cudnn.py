@@ -339,7 +339,7 @@ def _lse_only(grad_lse: Tensor) -> tuple[Tensor, Tensor]:
 def _sink(problem: Problem, attn_sink: Tensor | None) -> Tensor:
     """[H] float32, -inf without a sink; never so large that its product with log2(e) overflows."""
     if attn_sink is None:
-        return torch.full((problem.heads,), -math.inf, device=problem.device)
+        return torch.full((problem.heads,), -math.inf, device=problem.device, dtype=torch.float32)
     return attn_sink.float().clamp_max(LARGEST_SINK)
 
 

@@ -102,23 +102,34 @@ def _kept(answer: Callable[..., Any]) -> Any:
     return ask_or_remember
 
 
-@_kept
 def ask(sparse_fwd: Callable[..., Any], device: torch.device) -> Dialect:
     """The dialect of a FlashMLA on a device, from one call (two, where it lets keys that no slot names through).
 
     100 keys of zeros give lse ln 100 or log2 100; anything else, an exception too, counts as natural: a function that
-    cannot run says so in the call proper.
+    cannot run says so in the call proper. Answers are kept, but for that of an exception, which may be a passing one.
 
     Raises:
         RuntimeError: asked inside the capture of a CUDA graph, where no result can be read.
     """
+    try:
+        return _dialect(sparse_fwd, device)
+    except _Unanswered:
+        return Dialect(1.0, False)
+
+
+class _Unanswered(Exception):
+    """The function raised when asked."""
+
+
+@_kept
+def _dialect(sparse_fwd: Callable[..., Any], device: torch.device) -> Dialect:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("run the forward once before capturing a CUDA graph: the first call asks FlashMLA its base")
     count, width, head_dim = 100, 512, 576  # a width and a head_dim that every build takes
     rows = torch.full((2, 1, width), -1, dtype=torch.int32, device=device)
     rows[0, 0, :count] = 1
     q = torch.zeros(2, 64, head_dim, dtype=torch.bfloat16, device=device)
-    sink = torch.full((64,), -math.inf, device=device)
+    sink = torch.full((64,), -math.inf, device=device, dtype=torch.float32)
     lengths = torch.tensor([count, 0], dtype=torch.int32, device=device)
     extra = {"indexer_topk": 0} if takes_indexer_topk(sparse_fwd) else {}
     for unnamed in (math.nan, 0.0):
@@ -128,10 +139,10 @@ def ask(sparse_fwd: Callable[..., Any], device: torch.device) -> Dialect:
             with on_device(device):
                 result = sparse_fwd(q, kv, rows, 1.0, d_v=VALUE_DIM, attn_sink=sink, topk_length=lengths, **extra)
             lse, clears = float(result[2][0, 0]), bool((result[0][1] == 0).all())
-        except torch.OutOfMemoryError:  # says nothing about the base, and the answer would be kept
+        except torch.OutOfMemoryError:
             raise
-        except Exception:  # a stand-in that takes one shape alone, for one
-            break
+        except Exception as error:  # a stand-in that takes one shape alone, for one
+            raise _Unanswered from error
         for nats in (1.0, math.log(2.0)):
             if abs(lse * nats - math.log(count)) < 1e-2:
                 return Dialect(nats, clears and math.isnan(unnamed))
@@ -189,6 +200,8 @@ def self_test(problem: Problem, forward: Callable[..., Any], backward: Callable[
     try:
         out, lse = forward(*arguments)
         gradients = backward(*arguments, out, lse, grad_out, None, needs=needs, dkv_dtype=dkv_dtype)
+    except torch.OutOfMemoryError:  # says nothing about the libraries, and the verdict would be kept
+        raise
     except Exception as error:  # a library that cannot run a small problem is refused with its own words
         return f"the self-test of FlashMLA and cuDNN on {problem.device} raised {type(error).__name__}: {error}"
     want = reference.forward(*arguments)
