@@ -22,6 +22,7 @@ LAYERS = {
     "slattn.kernels": 1,
     "slattn.backends": 2,
     "slattn.ops": 3,
+    "slattn.indexer": 3,
     "slattn": 4,
     "slattn.testing_cases": 5,
     "slattn.automodel": 5,

@@ -139,6 +139,28 @@ def backward(
     )
 
 
+@_without_autocast
+def slot_probs(
+    problem: Problem,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    lse: Tensor,
+) -> Tensor:
+    """[B, S, K] in lse's dtype: each slot's probability, summed over the heads; 0 where a slot does not count."""
+    keys, rows = _padded_keys(problem, kv), _key_rows(problem, indices, topk_length)
+    lse_all = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(lse.dtype))
+    flat_q, flat_lse = q.reshape(problem.tokens, problem.heads, -1), lse_all.reshape(problem.tokens, -1, 1)
+    probs = torch.empty_like(rows, dtype=lse.dtype)
+    for part in _chunks(problem, keys):
+        s = torch.bmm(flat_q[part].to(keys.dtype) * problem.scale, keys[rows[part]].mT)  # [t, H, K]
+        counts = rows[part] % (problem.keys + 1) != problem.keys
+        probs[part] = s.sub_(flat_lse[part]).exp_().sum(1).masked_fill_(~counts, 0.0)
+    return probs.view(problem.batch, problem.queries, problem.slots)
+
+
 def _padded_keys(problem: Problem, kv: Tensor) -> Tensor:
     """kv in the inner dtype, with a row of zeros after each batch entry, flat: the row that empty slots read."""
     dtype = lse_dtype(problem.dtype)
