@@ -24,6 +24,7 @@ LAYERS = {
     "slattn.ops": 3,
     "slattn.indexer": 3,
     "slattn": 4,
+    "slattn.distributed": 5,
     "slattn.testing_cases": 5,
     "slattn.automodel": 5,
     "slattn.testing": 6,
