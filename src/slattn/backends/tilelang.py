@@ -124,7 +124,7 @@ def backward(
     dkv_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dkv in `dkv_dtype`, dsink in fp32), None where `needs` says so."""
-    delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink if needs[2] or attn_sink is not None else None)
+    delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink)
     dq, dkv = main_backward(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse, needs=needs[:2])
     return dq, None if dkv is None else dkv.to(dkv_dtype), dsink if needs[2] else None
 
