@@ -177,13 +177,6 @@ class TestBench:
         assert f"| {TINY}, forward |" in shown
         assert drawn.exists()
 
-    def test_a_plot_without_matplotlib_is_refused_at_once(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
-        assert run(*self.ARGUMENTS, "--plot", "x.png") == 1
-        assert "needs matplotlib" in capsys.readouterr().out
-
     def test_no_speed_when_the_check_is_red(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -195,12 +188,6 @@ class TestBench:
 
     def test_the_gate_names_cases(self) -> None:
         assert set(bench.GATE) <= {case.name for case in testing.CASES}
-
-    @pytest.mark.parametrize("argument", ["v5", "1,2,3", "4,16,2,16,17", "0,16,2,16,8", "a,b,c,d,e"])
-    def test_a_shape_that_is_none(self, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit):
-            run("bench", "--shape", argument)
-        assert argument in capsys.readouterr().err
 
     def test_inputs_that_do_not_fit_give_a_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*arguments: Any) -> testing.Inputs:

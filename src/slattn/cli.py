@@ -6,12 +6,15 @@
     slattn demo                     trains a small language model whose attention this is
 
 A command is a module with add_arguments(parser) and main(args) -> exit status; only the one that runs is imported.
+One that raises UsageError ends with that sentence and exit status 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -41,8 +44,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command is None:
         parser.error(f"which command? One of {', '.join(COMMANDS)}")
+    from slattn.commands.edge import UsageError
+
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a failure can be told
+        return status
+    except UsageError as error:
+        print(f"slattn {args.command}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough
+        _drop_output()
+        return 141  # what the shell says of one that SIGPIPE ended
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(f"slattn {args.command}: what it has to say cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_output() -> None:
+    """Send what is still buffered for stdout nowhere: the interpreter would try to write it as it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

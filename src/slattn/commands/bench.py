@@ -4,7 +4,8 @@ First a few cases of `slattn check`: where one is over its budget no speed is pr
 `slattn.commands.timing`. TFLOPS count the arithmetic of the definition (`slattn.testing.Shape`), not what an
 implementation does. Backends are called through the library's public functions and peers through theirs, so that
 everything a call does is in its time. Forward is `sparse_attention` without autograd, log-sum-exp included; backward
-is `sparse_attention_backward` with all three gradients.
+is `sparse_attention_backward` with all three gradients. On a GPU the TileLang kernels of all shapes are compiled
+first, side by side (`slattn.commands.ahead`).
 
     slattn bench --quick                                 a smoke run: one shape, short blocks, one round
     slattn bench --shape v4-flash --pass bwd             one figure
@@ -26,8 +27,9 @@ from typing import Any
 import torch
 
 from slattn import backends, testing
-from slattn.commands import doctor
-from slattn.commands.check import default_device, run_backend, text
+from slattn.commands import ahead, doctor, edge
+from slattn.commands.check import run_backend, text
+from slattn.commands.edge import UsageError
 from slattn.commands.progress import Progress
 from slattn.commands.tables import PASSES, Row, markdown, table
 from slattn.commands.timing import Clock, Contestant, describe, measure, warm_up
@@ -68,35 +70,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-peers", action="store_true", help="measure no peers")
     parser.add_argument("--quick", action="store_true", help="a smoke run: the first shape, short blocks, one round")
-    parser.add_argument("--block", type=float, default=0.4, metavar="S", help="seconds a block lasts (default 0.4)")
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each contestant (default 3)")
-    parser.add_argument("--limit", type=float, default=5.0, metavar="S", help="leave out a call longer than this (5)")
+    parser.add_argument(
+        "--block", type=edge.seconds, default=0.4, metavar="S", help="seconds a block lasts (default 0.4)"
+    )
+    parser.add_argument("--rounds", type=edge.count, default=3, help="blocks of each contestant (default 3)")
+    parser.add_argument(
+        "--limit", type=edge.seconds, default=5.0, metavar="S", help="leave out a call longer than this (5)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=edge.count,
+        default=ahead.default_processes(),
+        metavar="N",
+        help="processes that compile kernels before the measurement; 1: none, each is compiled at its first call "
+        "(default: one a core, up to 12)",
+    )
     parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine there; - for the last line")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the rows as bars (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the rows as bars: PNG, PDF or SVG (needs matplotlib)")
     parser.add_argument("--markdown", action="store_true", help="print the rows as a Markdown table too")
     parser.add_argument("--from", dest="source", metavar="FILE", help="measure nothing: show what --json wrote there")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check, measure, print; 1 if the check is red or nothing could be measured."""
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        print("--plot needs matplotlib: pip install matplotlib, or draw later from what --json writes, by --from FILE")
-        return 1
+    """Check, measure, print; 1 if the check is red or nothing could be measured.
+
+    Raises:
+        UsageError: an option that cannot be used, before anything is measured.
+    """
+    if args.plot:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError(
+                "--plot needs matplotlib: pip install matplotlib, or draw later from what --json writes, by --from FILE"
+            )
+        edge.check_plot("--plot", args.plot)
     if args.source:
         return _show(args)
-    device = torch.device(args.device or default_device())
+    if args.json and args.json != "-":
+        edge.check_writable("--json", args.json)
+    device = edge.usable_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # whose stream the clock listens to
+        edge.quiet_tilelang()
     if args.quick:
         args.block, args.rounds = min(args.block, 0.05), 1
     names = args.backend or [name for name in backends.MODULES if name != "reference" or device.type == "cpu"]
-    if not gate(names, device, args.seed):
-        print("no speed is printed, because the check is red; `slattn check` has the details")
-        return 1
     shapes = args.shape or (list(testing.BENCH_SHAPES.values()) if device.type == "cuda" else [CPU_SHAPE])
     if args.quick and not args.shape:
         shapes = shapes[:1]
     passes = tuple(PASSES) if args.pass_ == "both" else (args.pass_,)
+    if not _ready(names, shapes, passes, device, args):
+        print("no speed is printed, because the check is red; `slattn check` has the details")
+        return 1
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "block_s": args.block,
@@ -121,13 +147,51 @@ def main(args: argparse.Namespace) -> int:
     return 0 if any(row.ms is not None and row.kind == "backend" for row in rows) else 1
 
 
+def _ready(
+    names: Sequence[str],
+    shapes: Sequence[testing.Shape],
+    passes: Sequence[str],
+    device: torch.device,
+    args: argparse.Namespace,
+) -> bool:
+    """What `gate` says, with the kernels compiled that it and the measurement call; the peers' while it runs."""
+    if device.type != "cuda" or args.jobs == 1:
+        return gate(names, device, args.seed)
+    calls = [(case.heads, case.head_dim, case.grad_lse) for case in testing.CASES if case.name in GATE]
+    calls += [(shape.heads, shape.head_dim, False) for shape in shapes]
+    capability = torch.cuda.get_device_capability(device)
+    own_jobs = ahead.own_jobs(calls, capability) if "tilelang" in names else []
+    peer_jobs = [] if args.no_peers else ahead.peer_jobs(shapes, passes, device, args.seed)
+    if not own_jobs + peer_jobs:
+        return gate(names, device, args.seed)
+    with ahead.processes(min(args.jobs, len(own_jobs + peer_jobs))) as pool:
+        own, peers = ahead.submit(pool, own_jobs), ahead.submit(pool, peer_jobs)
+        with Progress(len(own)) as progress:
+            ahead.wait(own, lambda: progress.step("compiling kernels"))
+        good = gate(names, device, args.seed)
+        if good:
+            with Progress(len(peers)) as progress:
+                ahead.wait(peers, lambda: progress.step("compiling the peers' kernels"))
+    return good
+
+
 def _show(args: argparse.Namespace) -> int:
     """What an earlier run wrote to a JSON file."""
-    result = json.loads(Path(args.source).read_text())
-    rows = [Row(**row) for row in result["rows"]]
-    print(f"{_machine_line(result['machine'])}, {result['date']}\n")
-    for group in dict.fromkeys((row.shape, row.direction) for row in rows):
-        print(table([row for row in rows if (row.shape, row.direction) == group]))
+    if args.json:
+        raise UsageError("--json is for what is measured, and --from measures nothing: copy the file instead")
+    try:
+        result = json.loads(Path(args.source).read_text())
+        rows = [Row(**row) for row in result["rows"]]
+        shown = [f"{_machine_line(result['machine'])}, {result['date']}\n"]
+        for group in dict.fromkeys((row.shape, row.direction) for row in rows):
+            shown.append(table([row for row in rows if (row.shape, row.direction) == group]))
+    except OSError as error:
+        raise UsageError(f"--from {args.source} cannot be read: {error.strerror or error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UsageError(f"--from {args.source} is not what `slattn bench --json` writes") from None
+    if not rows:
+        raise UsageError(f"--from {args.source} holds no rows")
+    print("\n".join(shown))
     _render(rows, result["machine"], args)
     return 0
 

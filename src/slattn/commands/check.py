@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from slattn import backends, testing
+from slattn.commands import edge
 from slattn.commands.progress import Progress
 
 # Relative error of the float32 reference against float64. Logits of -120 that cancel in ds (values-negative) reach 4e-5
@@ -50,12 +51,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check and print; 1 if anything is over its budget, raised, or if nothing ran."""
-    device = args.device or default_device()
+    """Check and print; 1 if anything is over its budget, raised, or if nothing ran.
+
+    Raises:
+        UsageError: a device that is not here, a name that no case has.
+    """
+    found = edge.usable_device(args.device)
+    device = str(found)
     cases = [case for case in testing.CASES if args.case in case.name]
+    if not cases:
+        raise edge.UsageError(
+            f"--case {args.case}: no case has that in its name; names are like {testing.CASES[0].name}"
+        )
+    if found.type == "cuda":
+        edge.quiet_tilelang()
     names = args.backend or list(backends.MODULES)
     jobs: list[tuple[str, Runner]] = [(name, _runner(name, device)) for name in names]
-    if torch.device(device).type == "cpu" and "reference" in names:
+    if found.type == "cpu" and "reference" in names:
         jobs.append(("reference, float32", lambda case, seed: check_float32(case, device, seed)))
     with Progress(len(jobs) * len(cases)) as progress:
         reports = [run_cases(name, run, cases, args.seed, progress) for name, run in jobs]
@@ -72,11 +84,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 Runner = Callable[[testing.Case, int], list[testing.Row]]
-
-
-def default_device() -> str:
-    """Cuda where there is a device, otherwise cpu."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _runner(backend: str, device: str) -> Runner:
