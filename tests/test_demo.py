@@ -283,6 +283,7 @@ def test_resumed_run_keeps_its_threads(small_run, tmp_path):
         (["--seed", "-1"], "--seed must be at least 0"),
         (["--resume"], "there is no checkpoint"),
         (["--device", "nowhere"], "--device nowhere cannot be used"),
+        (["--device", "meta"], "--device meta cannot be used"),
         (["--backend", "tilelang"], "backend 'tilelang' cannot run this call"),
     ],
 )
@@ -300,10 +301,36 @@ def test_checkpoint_of_another_run_is_refused(small_run, tmp_path, capsys):
     assert "is not a checkpoint of this demo" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state["model"].popitem(),
+        lambda state: state["history"].pop("indexer"),
+        lambda state: state.pop("optimizer"),
+        lambda state: state.update(random=None),
+    ],
+)
+def test_damaged_checkpoint_is_refused(small_run, tmp_path, capsys, damage):
+    assert small_run("--steps", "1") == 0
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    damage(state)
+    torch.save(state, tmp_path / "out" / "checkpoint.pt")
+    assert small_run("--steps", "1", "--resume") == 2
+    assert "checkpoint.pt is damaged" in capsys.readouterr().err
+
+
 def test_out_that_is_a_file_is_refused(small_run, tmp_path, capsys):
     (tmp_path / "out").write_text("")
     assert small_run("--steps", "1") == 2
     assert "cannot be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo.png", "demo.json.part", "checkpoint.pt"])
+def test_folder_in_a_file_s_place_is_refused_before_the_training(small_run, tmp_path, capsys, name):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert small_run("--steps", "1") == 2
+    assert f"{name} is a folder" in capsys.readouterr().err
+    assert len(list((tmp_path / "out").iterdir())) == 1
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "tqdm"])

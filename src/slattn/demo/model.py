@@ -79,25 +79,32 @@ class Rotary(nn.Module):
     large models, which leaves half of the columns nearly still (held-out loss after 150 steps: 2.09 against 2.13).
     """
 
-    cos: Tensor
-    sin: Tensor
+    angle: Tensor
 
     def __init__(self, dim: int, positions: int, base: float = 100.0) -> None:
         super().__init__()
         self.dim = dim
         angle = torch.outer(torch.arange(positions).float(), base ** (-torch.arange(0, dim, 2).float() / dim))
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        self.register_buffer("angle", angle, persistent=False)
+        self.tables: dict[tuple[object, ...], tuple[Tensor, Tensor, Tensor]] = {}  # by what they depend on
+
+    def table(self, x: Tensor, every: int) -> tuple[Tensor, Tensor, Tensor]:
+        """cos, sin and -sin for the rows of x, of its dtype, in a shape that broadcasts; made once for each length."""
+        key = (x.shape[1], x.dim(), every, x.dtype, x.device)
+        if key not in self.tables:
+            shape = (x.shape[1], *(1,) * (x.dim() - 3), self.dim // 2)
+            angle = self.angle[: x.shape[1] * every : every].view(shape)
+            sin = angle.sin().to(x.dtype)
+            self.tables[key] = angle.cos().to(x.dtype), sin, -sin
+        return self.tables[key]
 
     def forward(self, x: Tensor, *, every: int = 1, inverse: bool = False) -> Tensor:
         """x `[B, S, ..., D]`, row s turned by the angle of position `s * every`, or back by it."""
-        shape = (x.shape[1], *(1,) * (x.dim() - 3), self.dim // 2)
-        cos = self.cos[: x.shape[1] * every : every].view(shape).to(x.dtype)
-        sin = self.sin[: x.shape[1] * every : every].view(shape).to(x.dtype)
+        cos, sin, back = self.table(x, every)
         if inverse:
-            sin = -sin
+            sin, back = back, sin
         plain, a, b = x.split((x.shape[-1] - self.dim, self.dim // 2, self.dim // 2), -1)
-        return torch.cat((plain, a * cos - b * sin, a * sin + b * cos), -1)
+        return torch.cat((plain, torch.addcmul(a * cos, b, back), torch.addcmul(b * cos, a, sin)), -1)
 
 
 class Pool(nn.Module):
@@ -122,6 +129,11 @@ class Pool(nn.Module):
         return self.norm((self.value(x) * share).sum(2))
 
 
+def products(q: Tensor, keys: Tensor) -> Tensor:
+    """q `[B, S, H, D]` with each of the keys `[B, P, D]`: `[B, S, H, P]`."""
+    return (q.flatten(1, 2) @ keys.mT).unflatten(1, q.shape[1:3])
+
+
 class Indexer(nn.Module):
     """The lightning indexer: a cheap score for each query and pooled key, by which the top-k is chosen.
 
@@ -144,15 +156,15 @@ class Indexer(nn.Module):
         x, latent = x.detach(), latent.detach()
         q = self.rotary(self.query(latent).unflatten(-1, (self.heads, self.dim)))
         k = self.rotary(self.pool(x), every=self.block)
-        match = torch.einsum("bshd,bpd->bshp", q, k).relu()
-        return torch.einsum("bsh,bshp->bsp", self.weight(x), match) * self.dim**-0.5
+        match = products(q, k).relu()
+        return (self.weight(x).unsqueeze(2) @ match).squeeze(2) * self.dim**-0.5
 
 
 class Attention(nn.Module):
     """Latent queries and keys, window and top-k pooled keys, a sink per head, and the op of this library."""
 
     slots: Tensor
-    complete: Tensor
+    incomplete: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -168,9 +180,9 @@ class Attention(nn.Module):
         self.rotary = Rotary(config.rotary_dim, config.sequence)
         token = torch.arange(config.sequence)
         slots = token[:, None] - torch.arange(config.window)  # [S, window]; below 0 before the text begins
-        complete = torch.arange(config.sequence // config.block) < (token[:, None] + 1) // config.block  # [S, P]
+        incomplete = torch.arange(config.sequence // config.block) >= (token[:, None] + 1) // config.block  # [S, P]
         self.register_buffer("slots", slots.clamp_min(-1).int(), persistent=False)
-        self.register_buffer("complete", complete, persistent=False)
+        self.register_buffer("incomplete", incomplete, persistent=False)
 
     def forward(self, x: Tensor, backend: str, trace: Trace | None = None) -> tuple[Tensor, Tensor | None]:
         """x `[B, S, width]` to the attention's output, the same shape, and in training the indexer's loss.
@@ -205,10 +217,11 @@ class Attention(nn.Module):
         kernel serves every length.
         """
         batch, length, blocks = scores.shape
-        complete = self.complete[:length, :blocks]
-        best = scores.masked_fill(~complete, -torch.inf).topk(min(self.config.topk, blocks), -1)
-        chosen = torch.where(best.values == -torch.inf, -1, best.indices + length).int()
-        chosen = F.pad(chosen, (0, self.config.topk - chosen.shape[-1]), value=-1)
+        hidden = scores.masked_fill(self.incomplete[:length, :blocks], -torch.inf)
+        best = hidden.topk(min(self.config.topk, blocks), -1)
+        chosen = (best.indices + length).int().masked_fill(best.values == -torch.inf, -1)
+        if blocks < self.config.topk:
+            chosen = F.pad(chosen, (0, self.config.topk - blocks), value=-1)
         return torch.cat((self.slots[:length].expand(batch, -1, -1), chosen), -1)
 
     @torch.no_grad()
@@ -235,14 +248,14 @@ class Attention(nn.Module):
             lse: `[B, S, H]`, as the op returned it.
         """
         length, blocks = scores.shape[1:]
-        complete = self.complete[:length, :blocks]
+        incomplete = self.incomplete[:length, :blocks]
         with torch.no_grad():
-            s = torch.einsum("bshd,bpd->bshp", q, pooled).float() * self.config.head_dim**-0.5
+            s = products(q, pooled).float() * self.config.head_dim**-0.5
             s -= torch.logaddexp(lse, self.sink).unsqueeze(-1)
-            target = s.logsumexp(2).masked_fill(~complete, -torch.inf).softmax(-1)  # NaN before the first block
-        guess = scores.float().masked_fill(~complete, -torch.inf).log_softmax(-1)
+            target = s.logsumexp(2).masked_fill(incomplete, -torch.inf).softmax(-1)  # NaN before the first block
+        guess = scores.float().masked_fill(incomplete, -torch.inf).log_softmax(-1)
         terms = target * (target.clamp_min(1e-9).log() - guess)
-        return terms.masked_fill(~complete, 0.0).sum() / (scores.shape[0] * length)
+        return terms.masked_fill(incomplete, 0.0).sum() / (scores.shape[0] * length)
 
 
 class SwiGLU(nn.Module):

@@ -8,7 +8,9 @@ threads that it began with.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import logging
 import math
 import os
 import platform
@@ -18,13 +20,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
+from torch import Tensor
 from tqdm import tqdm
 
 import slattn
@@ -33,11 +36,13 @@ from slattn.demo.model import Config, Decoder, Trace
 
 # Texts of `Config.sequence` characters a step. In the same CPU time, small batches learn more: on one thread, 63 s of
 # 4 texts a step came to a held-out loss of 1.96, and 57 s of 2 texts a step to 1.85.
-BATCH = 2
+# A GPU waits for its host at such sizes, and takes more: 1000 steps of 8 texts came to 1.28, of 2 to 1.51.
+BATCH, GPU_BATCH = 2, 8
 RATE, WARM_UP, LAST_RATE = 3e-3, 20, 0.02  # the top learning rate, steps until it, the share of it at the end
 SAVE_EVERY = 200
 EVALUATIONS = 10  # of the held-out loss, evenly spread; one more before the first step
-HELD_OUT_WINDOWS, HELD_OUT_BATCH = 64, 8
+HELD_OUT_WINDOWS, HELD_OUT_BATCH = 64, 8  # a GPU takes all windows at once
+FILES = ("demo.png", "demo.json", "checkpoint.pt")
 SAMPLE = 240  # characters
 
 
@@ -67,8 +72,10 @@ def run(args: argparse.Namespace) -> int:
     sample, prompt = trainer.sample()
     figures = trainer.figures(backend) | {"seconds": round(time.perf_counter() - started, 1), "sample": sample}
     tokens, trace = trainer.trace()
-    plot.draw(args.out / "demo.png", trainer.config, figures, tokens, trace)
-    write(args.out / "demo.json", (json.dumps(figures, indent=1) + "\n").encode())
+    with written(args.out / "demo.png") as part:
+        plot.draw(part, trainer.config, figures, tokens, trace)
+    with written(args.out / "demo.json") as part:
+        part.write_text(json.dumps(figures, indent=1) + "\n")
     print(summary(figures, prompt, args.out))
     return 0
 
@@ -84,19 +91,32 @@ def check(args: argparse.Namespace) -> torch.device:
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         raise DemoError(f"--out {args.out} cannot be written to: {error.strerror or error}") from None
+    for path in (args.out / name for name in FILES):
+        for taken in (path, part_of(path)):
+            if taken.is_dir():
+                raise DemoError(f"--out {args.out} cannot be used: {taken} is a folder, and has to be a file")
     try:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        raise DemoError(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}") from None
+        torch.ones(1, device=device).item()
+    except Exception as error:  # each kind of device has its own
+        raise DemoError(f"--device {args.device} cannot be used: {str(error).partition(chr(10))[0]}") from None
+    if device.type == "cuda":
+        with suppress(Exception):  # it sets the level of its log as it loads, so that comes first
+            importlib.import_module("tilelang")
+        logging.getLogger("tilelang").setLevel(logging.ERROR)  # its log goes to stdout
     return device
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: whoever reads it meanwhile, or after a crash, finds the old one or the new."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    os.replace(part, path)
+def part_of(path: Path) -> Path:
+    """Where a file stands until it is whole."""
+    return path.with_name(path.name + ".part")
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Where to write so that `path` is written whole or not at all: who reads it finds the old one or the new."""
+    yield part_of(path)
+    os.replace(part_of(path), path)
 
 
 class Trainer:
@@ -105,6 +125,7 @@ class Trainer:
     def __init__(self, config: Config, corpus: data.Corpus, args: argparse.Namespace, device: torch.device) -> None:
         self.config, self.corpus, self.device = config, corpus, device
         self.steps, self.seed = args.steps, args.seed
+        self.batch = GPU_BATCH if device.type == "cuda" else BATCH
         self.checkpoint = args.out / "checkpoint.pt"
         torch.manual_seed(args.seed)
         self.model = Decoder(config, args.backend).to(device)
@@ -117,7 +138,7 @@ class Trainer:
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that it continues: all that the losses depend on."""
-        return {"steps": self.steps, "seed": self.seed, "text": self.corpus.fingerprint, "batch": BATCH} | asdict(
+        return {"steps": self.steps, "seed": self.seed, "text": self.corpus.fingerprint, "batch": self.batch} | asdict(
             self.config
         )
 
@@ -126,9 +147,9 @@ class Trainer:
         config = self.config
         keys = config.sequence + config.sequence // config.block
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)
-        q = like.new_empty(BATCH, config.sequence, config.heads, config.head_dim)
-        kv = like.new_empty(BATCH, keys, config.head_dim)
-        indices = like.new_zeros(BATCH, config.sequence, config.window + config.topk, dtype=torch.int32)
+        q = like.new_empty(self.batch, config.sequence, config.heads, config.head_dim)
+        kv = like.new_empty(self.batch, keys, config.head_dim)
+        indices = like.new_zeros(self.batch, config.sequence, config.window + config.topk, dtype=torch.int32)
         sink = like.new_zeros(config.heads, dtype=torch.float32)
         try:
             return slattn.select_backend(q, kv, indices, attn_sink=sink, backend=self.model.backend)
@@ -157,10 +178,9 @@ class Trainer:
                     self.history["held_out"].append([self.step, self.held_out_loss()])
                 if self.step % SAVE_EVERY == 0:
                     self.save()
-                bar.update()
-                bar.set_postfix_str(
-                    f"train {self.history['train'][-1]:.2f}, held-out {self.history['held_out'][-1][1]:.2f}"
-                )
+                train, held_out = self.history["train"][-1], self.history["held_out"][-1][1]
+                bar.set_postfix_str(f"train {train:.2f}, held-out {held_out:.2f}", refresh=False)
+                bar.update()  # writes ten times a second at most
         self.save()
         return self.step == self.steps
 
@@ -169,17 +189,18 @@ class Trainer:
         begun = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = RATE * rate_share(self.step, self.steps)
-        loss, index_loss = self.gradients()
+        losses = self.gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        loss, index_loss = losses.tolist()  # waits for the device, once it has all of the step's work
         self.step += 1
         self.history["train"].append(loss)
         self.history["indexer"].append(index_loss)
         self.history["seconds"].append(time.perf_counter() - begun)
 
-    def gradients(self) -> tuple[float, float]:
-        """Set the gradients of this step's batch. Returns its loss, nats a character, and the indexers'."""
-        batch = self.corpus.batch(BATCH, self.config.sequence, seed=self.seed, step=self.step)
+    def gradients(self) -> Tensor:
+        """Set the gradients of this step's batch. Returns its loss, nats a character, and the indexers', `[2]`."""
+        batch = self.corpus.batch(self.batch, self.config.sequence, seed=self.seed, step=self.step)
         tokens, targets = (x.to(self.device) for x in batch)
         self.model.train()
         self.optimizer.zero_grad()
@@ -187,7 +208,7 @@ class Trainer:
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         # The two share no weights: the indexers' loss trains the indexers alone, the other everything else.
         (loss + index_loss).backward()
-        return loss.item(), index_loss.item()
+        return torch.stack((loss, index_loss)).detach()
 
     def faster_threads(self, most: int) -> int:
         """`most` or 1, whichever number of CPU threads is faster now; trains nothing.
@@ -213,7 +234,8 @@ class Trainer:
         self.model.eval()
         total, count = 0.0, 0
         windows = self.corpus.held_out_windows(self.config.sequence, HELD_OUT_WINDOWS)
-        for tokens, targets in zip(*(x.to(self.device).split(HELD_OUT_BATCH) for x in windows), strict=True):
+        size = HELD_OUT_WINDOWS if self.device.type == "cuda" else HELD_OUT_BATCH
+        for tokens, targets in zip(*(x.to(self.device).split(size) for x in windows), strict=True):
             total += F.cross_entropy(self.model(tokens)[0].flatten(0, 1), targets.flatten(), reduction="sum").item()
             count += targets.numel()
         return total / count
@@ -229,9 +251,8 @@ class Trainer:
             "random": torch.get_rng_state(),
             "threads": torch.get_num_threads(),
         }
-        part = self.checkpoint.with_name(self.checkpoint.name + ".part")
-        torch.save(state, part)
-        os.replace(part, self.checkpoint)
+        with written(self.checkpoint) as part:
+            torch.save(state, part)
 
     def restore(self) -> None:
         """Go to where the checkpoint is.
@@ -250,12 +271,15 @@ class Trainer:
         differ = [f"{k} {settings.get(k)}, not {wanted[k]}" for k in wanted if settings.get(k) != wanted[k]]
         if differ:
             raise DemoError(f"--resume: {self.checkpoint} is of another run: it has {'; '.join(differ)}")
-        self.step, self.history = state["step"], state["history"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"].cpu())
-        if self.device.type == "cpu":
-            torch.set_num_threads(state["threads"])  # another number rounds sums otherwise
+        try:
+            self.step, self.history = state["step"], {name: list(state["history"][name]) for name in self.history}
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"].cpu())
+            if self.device.type == "cpu":
+                torch.set_num_threads(state["threads"])  # another number rounds sums otherwise
+        except Exception:  # what is missing or misshapen decides what is raised
+            raise DemoError(f"--resume: {self.checkpoint} is damaged; start without --resume") from None
 
     def sample(self) -> tuple[str, str]:
         """What the model writes after a sentence of the held-out part, and the text that it continues."""
@@ -282,9 +306,10 @@ class Trainer:
             "held_out_loss": self.history["held_out"][-1][1],
             "train_loss": statistics.fmean(self.history["train"][-20:]),
             "unigram_entropy": self.corpus.unigram_entropy(),
-            "tokens_per_second": round(BATCH * self.config.sequence / seconds),
+            "tokens_per_second": round(self.batch * self.config.sequence / seconds),
             "steps": self.steps,
             "seed": self.seed,
+            "batch": self.batch,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "backend": backend,
             "device": str(self.device),
@@ -337,5 +362,5 @@ def summary(figures: dict[str, Any], prompt: str, out: Path) -> str:
         f"Held-out loss {loss:.3f} nats a character ({loss / math.log(2):.2f} bits; unigram entropy {unigram:.2f}).\n"
         f"{figures['tokens_per_second']:,} characters a second in training; {figures['seconds']} s in all.\n"
         f"\nHeld-out text, and after the bar what the model writes:\n\n{prompt[-120:]}\u2503{figures['sample']}\n\n"
-        f"Wrote {', '.join(str(out / name) for name in ('demo.png', 'demo.json', 'checkpoint.pt'))}."
+        f"Wrote {', '.join(str(out / name) for name in FILES)}."
     )
