@@ -70,3 +70,5 @@ def wrong_groups() -> None:
     refuses("group must be a ProcessGroup, a DeviceMesh or None; got str", *args, group="cp", error=TypeError)
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
     refuses("tp_group must be a DeviceMesh of one dimension; got 2", *args, tp_group=mesh)
+    world = dist.group.WORLD
+    refuses("group and tp_group must be the two dimensions of one mesh", *args, group=world, tp_group=world)

@@ -84,9 +84,10 @@ def sparse_attention(
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError, ValueError, slattn.BackendRefusal: as `slattn.sparse_attention`, and for a group that is none, that
-            this process is not in, or a mesh of more dimensions. Where one rank's own tensors do not fit, the other
-            ranks raise ValueError with its message.
+        TypeError, ValueError: a group that is none, that this process is not in, or a mesh of more dimensions. These
+            two lines are the errors that other ranks do not hear of: there is no group to tell them through.
+        TypeError, ValueError, slattn.BackendRefusal: as `slattn.sparse_attention`, where this rank's own arguments do
+            not fit; all other ranks raise ValueError with its message.
         ValueError: ranks that do not agree; on every rank.
     """
     groups = _process_group("group", group), _process_group("tp_group", tp_group)
@@ -159,7 +160,8 @@ class _Plan:
         return torch.cat([gathered[first : first + rows] for first, _, rows in shards.runs()])
 
     def reduce(self, dkv: Tensor) -> Tensor:
-        """This rank's rows, [N_r, D], of the sum over all ranks of dkv, [N, D], in its dtype."""
+        """This rank's rows, [N_r, D], of the sum over all ranks of dkv, [N, D], in its dtype; may overwrite dkv."""
+        dkv = dkv.contiguous()  # as collectives want it
         if self.group is not None:
             shards = self.shards
             padded = dkv
@@ -307,7 +309,14 @@ def _agree(
             raise ValueError(f"the arguments of rank {other.rank} do not fit: {text}")
     for field, (what, shown) in AGREED.items():
         _same(what, {other.rank: shown(getattr(other, field)) for other in headers}, "on every rank")
-    ranks = 1 if groups[0] is None else dist.get_world_size(groups[0])
+    group, tp_group = groups
+    ranks, place = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    sharing = [other.rank for other in headers[place::ranks]]
+    if tp_group is not None and sharing != dist.get_process_group_ranks(tp_group):
+        raise ValueError(
+            "group and tp_group must be the two dimensions of one mesh; got "
+            f"{dist.get_process_group_ranks(group)} and {dist.get_process_group_ranks(tp_group)}"
+        )
     for first in range(ranks):  # ranks with the same place in `group`: they share queries and keys
         sharers = headers[first::ranks]
         _same("N of kv", {other.rank: other.keys for other in sharers}, "over tp_group")
