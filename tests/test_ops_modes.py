@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from slattn import sparse_attention, sparse_attention_backward
-from test_ops import gradients, inputs
+from test_ops import D, H, K, T, gradients, inputs
 
 
 @pytest.mark.parametrize("loss", [lambda out: out.sum(), lambda out: out.square().sum()])
