@@ -3,6 +3,7 @@
 data.py     the text, its held-out part, its batches
 model.py    the decoder; how it calls `slattn.sparse_attention` is the part to read
 train.py    the loop, checkpoints, figures
+parallel.py the same over several processes, each with a part of every text
 plot.py     the picture
 """
 
@@ -17,6 +18,10 @@ from slattn.backends import MODULES
 STEPS = 1000  # two minutes on one idle CPU core, less on two; a held-out loss of 1.5
 
 
+class DemoError(Exception):
+    """Something was asked that cannot be done; the message is the sentence to show."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the options of the demo."""
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
@@ -28,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("auto", *MODULES), default="auto", help="who computes the attention (default: auto)"
     )
     parser.add_argument("--device", default=None, help="default: cuda if there is one, otherwise cpu")
+    parser.add_argument(
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="under torchrun: each of the N processes has a part of every text's positions (default: 1, no torchrun)",
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -43,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         interrupted, after a checkpoint was written.
     """
     try:
-        from slattn.demo.train import DemoError, run
+        from slattn.demo.train import run
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "tqdm", "numpy"):
             raise

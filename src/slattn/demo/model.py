@@ -16,12 +16,16 @@ The sizes are the kernels' (heads of 64) and small enough to train on two CPU co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch import Tensor, nn
 
 import slattn
+
+if TYPE_CHECKING:
+    from slattn.demo.parallel import Part
 
 # Of each layer: the keys that its queries chose, `[B, S, window + topk]`, and their probabilities, the same shape.
 Trace = list[tuple[Tensor, Tensor]]
@@ -142,6 +146,8 @@ class Indexer(nn.Module):
     inputs are detached: it follows the attention and never disturbs it.
     """
 
+    part: Part | None = None  # as `Attention.part`
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.dim = config.index_heads, config.index_dim
@@ -156,6 +162,8 @@ class Indexer(nn.Module):
         x, latent = x.detach(), latent.detach()
         q = self.rotary(self.query(latent).unflatten(-1, (self.heads, self.dim)))
         k = self.rotary(self.pool(x), every=self.block)
+        if self.part is not None:
+            k = self.part.gather(k)
         match = products(q, k).relu()
         return (self.weight(x).unsqueeze(2) @ match).squeeze(2) * self.dim**-0.5
 
@@ -165,6 +173,7 @@ class Attention(nn.Module):
 
     slots: Tensor
     incomplete: Tensor
+    part: Part | None = None  # set by `parallel.split`: x has some positions of each text, other processes the others
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -200,7 +209,10 @@ class Attention(nn.Module):
         scores = self.indexer(x, latent)  # [B, S, P]
         indices = self.choose(scores)
         kv = torch.cat((raw, pooled), 1)
-        out, lse = slattn.sparse_attention(q, kv, indices, attn_sink=self.sink, return_lse=True, backend=backend)
+        if self.part is None:
+            out, lse = slattn.sparse_attention(q, kv, indices, attn_sink=self.sink, return_lse=True, backend=backend)
+        else:
+            out, lse = self.part.attend(q, kv, indices, attn_sink=self.sink, backend=backend)
         if trace is not None:
             trace.append((indices, self.slot_probabilities(q, kv, indices, lse)))
         # A value is its key's row, turned by the key's position: turning the output back by the query's leaves the
@@ -208,7 +220,8 @@ class Attention(nn.Module):
         out = self.out(self.rotary(out, inverse=True).flatten(2))
         if not self.training or length < config.block:
             return out, None
-        return out, self.index_loss(scores, q.detach(), pooled.detach(), lse.detach())
+        pooled = pooled.detach() if self.part is None else self.part.gather(pooled.detach())
+        return out, self.index_loss(scores, q.detach(), pooled, lse.detach())
 
     def choose(self, scores: Tensor) -> Tensor:
         """The keys of each query, `[B, S, window + topk]` int32: its window, then its best completed blocks.
@@ -217,9 +230,10 @@ class Attention(nn.Module):
         kernel serves every length.
         """
         batch, length, blocks = scores.shape
+        raw = length if self.part is None else self.part.sequence
         hidden = scores.masked_fill(self.incomplete[:length, :blocks], -torch.inf)
         best = hidden.topk(min(self.config.topk, blocks), -1)
-        chosen = (best.indices + length).int().masked_fill(best.values == -torch.inf, -1)
+        chosen = (best.indices + raw).int().masked_fill(best.values == -torch.inf, -1)
         if blocks < self.config.topk:
             chosen = F.pad(chosen, (0, self.config.topk - blocks), value=-1)
         return torch.cat((self.slots[:length].expand(batch, -1, -1), chosen), -1)

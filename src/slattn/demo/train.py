@@ -31,7 +31,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import slattn
-from slattn.demo import data, plot
+from slattn.demo import DemoError, data, parallel, plot
 from slattn.demo.model import Config, Decoder, Trace
 
 # Texts of `Config.sequence` characters a step. In the same CPU time, small batches learn more: on one thread, 63 s of
@@ -46,27 +46,29 @@ FILES = ("demo.png", "demo.json", "checkpoint.pt")
 SAMPLE = 240  # characters
 
 
-class DemoError(Exception):
-    """Something was asked that cannot be done; the message is the sentence to show."""
-
-
 def run(args: argparse.Namespace) -> int:
     """Train, measure, draw and tell. Returns the exit status: 0, or 130 when interrupted.
 
     Raises:
-        DemoError: a bad argument, an unusable folder, device, backend or checkpoint.
+        DemoError: a bad argument, an unusable folder, device, backend or checkpoint, or too few or many processes.
     """
     started = time.perf_counter()
     device = check(args)
     corpus = data.load()
-    trainer = Trainer(Config(vocabulary=len(corpus.characters)), corpus, args, device)
-    backend = trainer.backend()
-    if args.resume:
-        trainer.restore()
-    elif device.type == "cpu":
-        torch.set_num_threads(trainer.faster_threads(torch.get_num_threads()))
-    print(trainer.description(backend), flush=True)
-    if not trainer.train():
+    config = Config(vocabulary=len(corpus.characters))
+    with parallel.joined(args.context_parallel, config, device) as part:
+        trainer = Trainer(config, corpus, args, device, part)
+        backend = trainer.backend()
+        if args.resume:
+            trainer.restore()
+        elif device.type == "cpu" and part is None:
+            torch.set_num_threads(trainer.faster_threads(torch.get_num_threads()))
+        if trainer.leads:
+            print(trainer.description(backend), flush=True)
+        finished = trainer.train()
+    if not trainer.leads:
+        return 0 if finished else 130
+    if not finished:
         print(f"Interrupted after step {trainer.step} of {args.steps}. To go on, add --resume to the same command.")
         return 130
     sample, prompt = trainer.sample()
@@ -86,6 +88,7 @@ def check(args: argparse.Namespace) -> torch.device:
         raise DemoError(f"--steps must be at least 1; got {args.steps}")
     if not 0 <= args.seed < 2**31:
         raise DemoError(f"--seed must be at least 0 and below 2**31; got {args.seed}")
+    parallel.check(args.context_parallel, args.device)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
@@ -122,13 +125,22 @@ def written(path: Path) -> Iterator[Path]:
 class Trainer:
     """A model, its optimizer, and how far they are."""
 
-    def __init__(self, config: Config, corpus: data.Corpus, args: argparse.Namespace, device: torch.device) -> None:
-        self.config, self.corpus, self.device = config, corpus, device
+    def __init__(
+        self,
+        config: Config,
+        corpus: data.Corpus,
+        args: argparse.Namespace,
+        device: torch.device,
+        part: parallel.Part | None = None,
+    ) -> None:
+        self.config, self.corpus, self.device, self.part = config, corpus, device, part
+        self.leads = part is None or part.rank == 0  # it alone prints and writes
         self.steps, self.seed = args.steps, args.seed
         self.batch = GPU_BATCH if device.type == "cuda" else BATCH
         self.checkpoint = args.out / "checkpoint.pt"
         torch.manual_seed(args.seed)
         self.model = Decoder(config, args.backend).to(device)
+        self.mine = self.model if part is None else parallel.split(self.model, part)  # the same weights
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -138,9 +150,13 @@ class Trainer:
 
     def settings(self) -> dict[str, Any]:
         """What a checkpoint must share with the run that it continues: all that the losses depend on."""
-        return {"steps": self.steps, "seed": self.seed, "text": self.corpus.fingerprint, "batch": self.batch} | asdict(
-            self.config
-        )
+        settings = {"steps": self.steps, "seed": self.seed, "text": self.corpus.fingerprint, "batch": self.batch}
+        return settings | asdict(self.config) | {"context_parallel": self.ranks}
+
+    @property
+    def ranks(self) -> int:
+        """The processes at work."""
+        return 1 if self.part is None else self.part.ranks
 
     def backend(self) -> str:
         """The name of the backend that the model's attention will run on."""
@@ -163,16 +179,20 @@ class Trainer:
         return (
             f"{parameters:,} parameters in {config.layers} layers; {config.heads} heads of {config.head_dim} see the "
             f"last {config.window} characters and {config.topk} of {config.sequence // config.block} pooled keys.\n"
-            f"Backend: {backend}, {str(self.model.dtype).removeprefix('torch.')} on {device_name(self.device)}."
+            f"Backend: {backend}, {str(self.model.dtype).removeprefix('torch.')} on {device_name(self.device)}"
+            + (f" in each of {self.ranks} processes." if self.ranks > 1 else ".")
         )
 
     def train(self) -> bool:
         """Take the steps that are left. Returns whether all were taken: an interrupt ends it early, after a step."""
         every = max(1, self.steps // EVALUATIONS)
-        with interrupts() as interrupted, tqdm(total=self.steps, initial=self.step, unit="step") as bar:
+        with (
+            interrupts() as interrupted,
+            tqdm(total=self.steps, initial=self.step, unit="step", disable=not self.leads) as bar,
+        ):
             if not self.history["held_out"]:
                 self.history["held_out"].append([0, self.held_out_loss()])
-            while self.step < self.steps and not interrupted.is_set():
+            while self.step < self.steps and not self.total(interrupted.is_set()):
                 self.one_step()
                 if self.step % every == 0 or self.step == self.steps:
                     self.history["held_out"].append([self.step, self.held_out_loss()])
@@ -201,14 +221,23 @@ class Trainer:
     def gradients(self) -> Tensor:
         """Set the gradients of this step's batch. Returns its loss, nats a character, and the indexers', `[2]`."""
         batch = self.corpus.batch(self.batch, self.config.sequence, seed=self.seed, step=self.step)
-        tokens, targets = (x.to(self.device) for x in batch)
-        self.model.train()
+        tokens, targets = (self.positions(x.to(self.device)) for x in batch)
+        self.mine.train()
         self.optimizer.zero_grad()
-        logits, index_loss = self.model(tokens)
+        logits, index_loss = self.mine(tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         # The two share no weights: the indexers' loss trains the indexers alone, the other everything else.
         (loss + index_loss).backward()
-        return torch.stack((loss, index_loss)).detach()
+        losses = torch.stack((loss, index_loss)).detach()
+        return losses if self.part is None else self.part.average(losses, self.model.parameters())
+
+    def positions(self, texts: Tensor) -> Tensor:
+        """What this process has of texts `[B, S]`."""
+        return texts if self.part is None else texts[:, self.part.positions]
+
+    def total(self, value: float) -> float:
+        """The sum over the processes; each hears the same of an interrupt, too."""
+        return value if self.part is None else self.part.sum(value)
 
     def faster_threads(self, most: int) -> int:
         """`most` or 1, whichever number of CPU threads is faster now; trains nothing.
@@ -231,17 +260,20 @@ class Trainer:
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Nats a character over fixed windows of the held-out part."""
-        self.model.eval()
+        self.mine.eval()
         total, count = 0.0, 0
         windows = self.corpus.held_out_windows(self.config.sequence, HELD_OUT_WINDOWS)
         size = HELD_OUT_WINDOWS if self.device.type == "cuda" else HELD_OUT_BATCH
         for tokens, targets in zip(*(x.to(self.device).split(size) for x in windows), strict=True):
-            total += F.cross_entropy(self.model(tokens)[0].flatten(0, 1), targets.flatten(), reduction="sum").item()
+            logits, targets = self.mine(self.positions(tokens))[0], self.positions(targets)
+            total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
             count += targets.numel()
-        return total / count
+        return self.total(total) / (count * self.ranks)
 
     def save(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint, whole or not at all; one process does it for all."""
+        if not self.leads:
+            return
         state = {
             "settings": self.settings(),
             "step": self.step,
@@ -310,6 +342,7 @@ class Trainer:
             "steps": self.steps,
             "seed": self.seed,
             "batch": self.batch,
+            "context_parallel": self.ranks,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "backend": backend,
             "device": str(self.device),
