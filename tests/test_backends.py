@@ -17,12 +17,15 @@ import slattn
 from slattn import backends, reference
 from slattn.problem import Problem, describe
 from slattn.testing import (
+    BENCH_SHAPES,
     BUDGETS,
     CASE_BUDGETS,
     CASES,
     Case,
     Inputs,
     Results,
+    Shape,
+    bench_inputs,
     check,
     counting_slots,
     make_inputs,
@@ -150,6 +153,17 @@ def test_relative_error():
     assert relative_error(torch.zeros(0), torch.zeros(0)) == 0.0
     with pytest.raises(ValueError, match="shape"):
         relative_error(torch.zeros(2), torch.zeros(3))
+
+
+@gpu
+@pytest.mark.parametrize("shape", BENCH_SHAPES.values(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize("backend", ["tilelang", "flashmla_cudnn"])
+def test_benchmark_shapes_within_their_budgets(backend: str, shape: Shape):
+    """128 queries of each: as many slots, heads and columns as the benchmark has."""
+    inputs = bench_inputs(dataclasses.replace(shape, queries=128), "cuda")
+    got, want = run_or_skip(inputs, backend), oracle(inputs)
+    for name, budget in BUDGETS.items():
+        assert relative_error(getattr(got, name), getattr(want, name)) <= budget, name
 
 
 # Invariances of the contract. Bit for bit where no sum changes its order, otherwise within what the order may change.

@@ -94,8 +94,8 @@ class TestDoctor:
         monkeypatch.setattr(backends, "load", lambda name: refusing)
         assert run("doctor") == 0
         text = capsys.readouterr().out
-        for extra in ("tilelang", "cudnn", "flashmla"):
-            assert f'pip install "slattn[{extra}]"' in text
+        for package in ("tilelang==", "nvidia-cudnn-frontend==", "sglang-kernel=="):
+            assert f"pip install {package}" in text
 
 
 class TestCheck:

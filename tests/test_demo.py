@@ -345,7 +345,7 @@ sys.exit(demo.main(parser.parse_args([])))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"slattn demo needs {package}: pip install slattn[demo]\n"
+    assert done.stderr == f"slattn demo needs {package}: pip install {package}\n"
 
 
 def test_import_is_light():

@@ -4,7 +4,9 @@ The sparse stage of DeepSeek-V3.2's training (its paper, section 2.1) brings the
 as a distribution, close to the main attention's, summed over the heads and normalised:
 
     probs = attention_slot_probs(q, kv, indices, lse)      no gradient: it is the teacher
-    loss = indexer_loss(scores, probs)                     KL(probs / sum(probs) || softmax(scores)), over the rows
+    loss = indexer_loss(scores, probs, valid=counts)       KL(probs / sum(probs) || softmax(scores)), over the rows
+
+where counts says which slots count: (indices >= 0) & (indices < N), and within topk_length where there is one.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def indexer_loss(
     Args:
         scores: the indexer's logits of the slots, `[.., K]`, any float dtype; computed in float32 (float64 in float64).
         probs: `attention_slot_probs` of the same slots, `[.., K]`. A row of zeros is empty and is worth nothing.
-        valid: bool `[.., K]`: the slots that count; where it is False, or scores are -inf, a slot has no share.
+        valid: bool `[.., K]`: the slots that count; where it is False, or scores are -inf, a slot has no share. Without
+            it every slot has one, holes and fillers too.
         reduction: "mean" over the rows that are not empty (0 if all are), "sum", or "none".
         tp_group: the process group over which the heads are sharded: probs are summed over it before they are
             normalised. Every rank of it must call.

@@ -46,7 +46,8 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each query to the keys that its row of `indices` names; differentiable.
 
-    The definition, with every special case, is docs/contract.md. Layouts: flat `[T, ...]` or batched `[B, S, ...]`.
+    There is no causal flag: what a query may not see is left out of its row. The definition, with every special case,
+    is docs/contract.md. Layouts: flat `[T, ...]` or batched `[B, S, ...]`.
 
     Args:
         q: queries, `[T, H, D]` or `[B, S, H, D]`, 1 to 256 heads. The kernels take bfloat16, with D = 64, 128, 256,
@@ -57,8 +58,8 @@ def sparse_attention(
         indices: int32 or int64, `[T, K]`, `[T, 1, K]` or `[B, S, K]`: the keys each query sees, local to its batch
             entry. A value below 0 or not below N means "nothing here"; a key named twice counts twice.
         scale: of the logits; default `D ** -0.5`.
-        attn_sink: `[H]`, float32 or bfloat16: a logit per head, not scaled, that joins the softmax's denominator and
-            carries no value. -inf means none.
+        attn_sink: `[H]`, float32, bfloat16 or q's dtype: a logit per head, not scaled, that joins the softmax's
+            denominator and carries no value. -inf means none.
         topk_length: int32 `[T]` or `[B, S]`: only that many first slots of a row count; clamped to `[0, K]`.
         d_v: columns of a row that are its value; default 512 where D is 576, otherwise D.
         return_lse: also return lse, which is differentiable too.

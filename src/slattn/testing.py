@@ -118,7 +118,7 @@ BENCH_SHAPES = {
         Shape("v4-pro", 4096, 8192, 128, 512, 1152),
         Shape("v32", 4096, 8192, 128, 576, 2048),
         Shape("glm5", 4096, 8192, 64, 576, 2048),
-        Shape("v4-tp8", 8192, 8192, 16, 512, 640),  # one of eight tensor-parallel shards of v4-pro
+        Shape("v4-tp8", 8192, 8192, 16, 512, 640),  # one of eight tensor-parallel shards of 128 heads
     )
 }
 

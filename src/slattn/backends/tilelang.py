@@ -23,6 +23,7 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
+INSTALL = "pip install tilelang==0.1.15"
 
 
 def refusal(problem: Problem) -> str | None:
@@ -46,11 +47,11 @@ def refusal(problem: Problem) -> str | None:
 @functools.cache
 def _machine_refusal(device: int) -> str | None:
     if importlib.util.find_spec("tilelang") is None:
-        return "TileLang is not installed (pip install slattn[tilelang])"
+        return f"TileLang is not installed ({INSTALL})"
     try:
         import tilelang  # noqa: F401
     except Exception as error:  # whatever keeps it from loading, the user is told
-        return f"TileLang does not load: {type(error).__name__}: {error} (pip install slattn[tilelang])"
+        return f"TileLang does not load: {type(error).__name__}: {error} ({INSTALL})"
     capability = torch.cuda.get_device_capability(device)
     if architecture(capability) is None:
         return (

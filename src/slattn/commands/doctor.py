@@ -21,6 +21,7 @@ import torch
 
 import slattn
 from slattn import backends
+from slattn.backends import tilelang, vendor_runtimes
 from slattn.kernels.nvcc import find_nvcc
 from slattn.problem import Problem
 
@@ -37,10 +38,10 @@ PACKAGES = {
 
 # Backend -> groups of modules of which one has to be importable, and the line that brings them.
 _NEEDS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
-    "tilelang": ((("tilelang",), 'pip install "slattn[tilelang]"'),),
+    "tilelang": ((("tilelang",), tilelang.INSTALL),),
     "flashmla_cudnn": (
-        (("cudnn",), 'pip install "slattn[cudnn]"'),
-        (("flash_mla", "sgl_kernel"), 'pip install "slattn[flashmla]"'),
+        (("cudnn",), vendor_runtimes.CUDNN_COMMAND),
+        (("flash_mla", "sgl_kernel"), vendor_runtimes.FLASH_MLA_COMMAND),
     ),
 }
 

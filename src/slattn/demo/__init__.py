@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slattn.backends import MODULES
 
-STEPS = 1000  # two minutes on one idle CPU core, less on two; a held-out loss of 1.5
+STEPS = 1000  # a minute and a half on two idle CPU cores; a held-out loss of 1.5
 
 
 class DemoError(Exception):
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "tqdm", "numpy"):
             raise
-        print(f"slattn demo needs {error.name}: pip install slattn[demo]", file=sys.stderr)
+        print(f"slattn demo needs {error.name}: pip install {error.name}", file=sys.stderr)
         return 2
     try:
         return run(args)
