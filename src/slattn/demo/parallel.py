@@ -69,6 +69,7 @@ def joined(ranks: int, config: Config, device: torch.device) -> Iterator[Part | 
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield Part(config)
+        dist.barrier()  # none ends before all is written, nor while gloo's threads still let go of its tensors
     finally:
         dist.destroy_process_group()
 

@@ -65,20 +65,20 @@ def run(args: argparse.Namespace) -> int:
             torch.set_num_threads(trainer.faster_threads(torch.get_num_threads()))
         if trainer.leads:
             print(trainer.description(backend), flush=True)
-        finished = trainer.train()
-    if not trainer.leads:
-        return 0 if finished else 130
-    if not finished:
-        print(f"Interrupted after step {trainer.step} of {args.steps}. To go on, add --resume to the same command.")
-        return 130
-    sample, prompt = trainer.sample()
-    figures = trainer.figures(backend) | {"seconds": round(time.perf_counter() - started, 1), "sample": sample}
-    tokens, trace = trainer.trace()
-    with written(args.out / "demo.png") as part:
-        plot.draw(part, trainer.config, figures, tokens, trace)
-    with written(args.out / "demo.json") as part:
-        part.write_text(json.dumps(figures, indent=1) + "\n")
-    print(summary(figures, prompt, args.out))
+        if not trainer.train():
+            if trainer.leads:
+                done = f"Interrupted after step {trainer.step} of {args.steps}."
+                print(f"{done} To go on, add --resume to the same command.")
+            return 130
+        if not trainer.leads:
+            return 0
+        sample, prompt = trainer.sample()
+        figures = trainer.figures(backend) | {"seconds": round(time.perf_counter() - started, 1), "sample": sample}
+        with written(args.out / "demo.png") as path:
+            plot.draw(path, trainer.config, figures, *trainer.trace())
+        with written(args.out / "demo.json") as path:
+            path.write_text(json.dumps(figures, indent=1) + "\n")
+        print(summary(figures, prompt, args.out))
     return 0
 
 
