@@ -49,9 +49,14 @@ def attention_inputs(attention: model.Attention) -> tuple[torch.Tensor, ...]:
     taken = []
     attention.train()
     original = attention.index_loss
-    attention.index_loss = lambda *arguments: taken.extend(arguments) or original(*arguments)  # type: ignore
-    attention(torch.randn(2, 48, 32), "auto")
-    del attention.index_loss
+
+    def index_loss(*arguments: torch.Tensor) -> torch.Tensor:
+        taken.extend(arguments)
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "index_loss", index_loss)
+        attention(torch.randn(2, 48, 32), "auto")
     return tuple(taken)
 
 
