@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import slattn
+from distributed_helpers import DEVICE
 from slattn import distributed
 
 H, D, K = 4, 16, 7
@@ -68,7 +69,7 @@ def wrong_groups() -> None:
     """Nothing to exchange over: each rank sees it by itself."""
     args = torch.randn(3, H, D), torch.randn(6, D), torch.zeros(3, K, dtype=torch.int32)
     refuses("group must be a ProcessGroup, a DeviceMesh or None; got str", *args, group="cp", error=TypeError)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(), 1))
     refuses("tp_group must be a DeviceMesh of one dimension; got 2", *args, tp_group=mesh)
     world = dist.group.WORLD
     refuses("group and tp_group must be the two dimensions of one mesh", *args, group=world, tp_group=world)

@@ -14,14 +14,33 @@ from distributed_worker import CHECKS, work
 from slattn import distributed
 
 MESH_OF_FOUR = {"both_on_a_mesh"}
-SECONDS = 240  # on a machine where other tests run; alone it takes 15
+GPUS_ALONE = {"with_the_kernels"}
+SECONDS = 240  # on a machine where other tests run; alone it takes 20
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_many_processes_do_what_one_does(ranks: int, tmp_path: Path) -> None:
     """All checks in one start of the processes, which costs more than they do."""
-    names = [name for name in CHECKS if ranks == 4 or name not in MESH_OF_FOUR]
-    context = mp.spawn(work, (ranks, str(tmp_path), names), nprocs=ranks, join=False)
+    run(ranks, tmp_path, [name for name in names(ranks) if name not in GPUS_ALONE])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_gpus_do_what_one_does(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with NCCL for the tensors and gloo for the exchange; and with the kernels, which take no float64."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    monkeypatch.setenv("SLATTN_TEST_DEVICE", "cuda")
+    run(ranks, tmp_path, names(ranks))
+
+
+def names(ranks: int) -> list[str]:
+    return [name for name in CHECKS if ranks == 4 or name not in MESH_OF_FOUR]
+
+
+def run(ranks: int, folder: Path, names: list[str]) -> None:
+    """Start the processes, wait for them, and fail with what failed in any."""
+    context = mp.spawn(work, (ranks, str(folder), names), nprocs=ranks, join=False)
     end = time.monotonic() + SECONDS
     try:
         while not context.join(timeout=1):
@@ -29,7 +48,7 @@ def test_many_processes_do_what_one_does(ranks: int, tmp_path: Path) -> None:
     finally:
         for process in context.processes:
             process.kill()
-    failures = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    failures = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     text = [
         f"{name} on rank {rank}:\n{trace}" for rank, failed in enumerate(failures) for name, trace in failed.items()
     ]

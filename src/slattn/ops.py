@@ -95,7 +95,7 @@ def sparse_attention(
         problem.scale,
         problem.value_dim,
         problem.deterministic,
-        _backend_name(backend),
+        backend_name(backend),
     )
     return (out, lse) if return_lse else out
 
@@ -158,7 +158,7 @@ def sparse_attention_backward(
         gradients = iter(
             torch.ops.slattn.backward(
                 *(q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse),
-                *(problem.scale, problem.value_dim, problem.deterministic, _backend_name(backend), wanted),
+                *(problem.scale, problem.value_dim, problem.deterministic, backend_name(backend), wanted),
                 kv.dtype if dkv_dtype is None else dkv_dtype,
             )
         )
@@ -189,10 +189,10 @@ def select_backend(
         d_v=d_v,
         deterministic=deterministic,
     )
-    return backends.choose(problem, _backend_name(backend))
+    return backends.choose(problem, backend_name(backend))
 
 
-def _backend_name(backend: str) -> str:
+def backend_name(backend: str) -> str:
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a str; got {type(backend).__name__}")
     if backend != "auto" and backend not in backends.MODULES:
@@ -201,7 +201,7 @@ def _backend_name(backend: str) -> str:
     return backend
 
 
-def _batched(
+def batched(
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -249,7 +249,7 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    problem, tensors = _batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    problem, tensors = batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
     out, lse = backends.load(backends.choose(problem, backend)).forward(problem, *tensors)
     # A view would be tied to its base, and a change in place by the caller would raise an error that speaks of views.
     shape = q.shape[:-1]
@@ -273,7 +273,7 @@ def _backward(
     needs: list[bool],
     dkv_dtype: torch.dtype,
 ) -> list[Tensor]:
-    problem, tensors = _batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    problem, tensors = batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
     lead = tensors[0].shape[:-1]
     dq, dkv, dsink = backends.load(backends.choose(problem, backend)).backward(
         problem,
@@ -317,7 +317,7 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
+        out, lse = below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
         ctx.save_for_backward(*arguments[:5], out, lse)
         ctx.settings = arguments[5:]
         ctx.set_materialize_grads(False)
@@ -351,14 +351,14 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(_below_autograd(torch.ops.slattn.backward.default, keyset, arguments))
+        return tuple(below_autograd(torch.ops.slattn.backward.default, keyset, arguments))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise NotImplementedError("the backward of slattn.sparse_attention cannot be differentiated again")
 
 
-def _below_autograd(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
+def below_autograd(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
@@ -372,13 +372,13 @@ def _differentiated(arguments: tuple[Any, ...]) -> bool:
 def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     if _differentiated(arguments):
         return _SparseAttention.apply(keyset, *arguments)
-    return _below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
+    return below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
 
 
 def _backward_autograd(keyset: Any, *arguments: Any) -> list[Tensor]:
     if _differentiated(arguments):
         return list(_Backward.apply(keyset, *arguments))
-    return _below_autograd(torch.ops.slattn.backward.default, keyset, arguments)
+    return below_autograd(torch.ops.slattn.backward.default, keyset, arguments)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
