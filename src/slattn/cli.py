@@ -1,8 +1,9 @@
-"""The command line: `slattn doctor | check | bench | demo`, or `python -m slattn ...`.
+"""The command line: `slattn doctor | check | bench | scale | demo`, or `python -m slattn ...`.
 
     slattn doctor                   what is installed, which backends run here, and what mends those that do not
     slattn check                    every willing backend against the float64 reference; exit status 1 on a failure
     slattn bench --json bench.json  speed beside the peers that are installed, as a share of a matmul in the same run
+    slattn scale                    what a layer costs on 8 to 1024 GPUs: a model, see docs/scale.md
     slattn demo                     trains a small language model whose attention this is
 
 A command is a module with add_arguments(parser) and main(args) -> exit status; only the one that runs is imported.
@@ -25,6 +26,7 @@ COMMANDS = {
     "doctor": ("slattn.commands.doctor", "what is installed, which backends run here, and what mends the others"),
     "check": ("slattn.commands.check", "compare every willing backend with the float64 reference"),
     "bench": ("slattn.commands.bench", "measure speed beside the peers that are installed"),
+    "scale": ("slattn.commands.scale", "predict what a layer costs when many GPUs share a text"),
     "demo": ("slattn.demo", "train a small language model that attends through this library"),
 }
 
