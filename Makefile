@@ -63,10 +63,11 @@ $(VENV)/bin/python:
 
 # gpu.txt includes test.txt, which includes demo.txt.
 $(VENV)/demo.stamp: requirements/demo.txt
-$(VENV)/test.stamp: requirements/demo.txt requirements/test.txt
-$(VENV)/gpu.stamp: requirements/demo.txt requirements/test.txt requirements/gpu.txt
+$(VENV)/test.stamp: requirements/demo.txt requirements/test.txt requirements/frameworks.txt
+$(VENV)/gpu.stamp: requirements/demo.txt requirements/test.txt requirements/frameworks.txt requirements/gpu.txt
 $(VENV)/%.stamp: requirements/constraints.txt pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	    -c requirements/constraints.txt -r requirements/$*.txt
+	$(if $(filter demo,$*),,$(VENV)/bin/python -m pip install --quiet --no-deps -r requirements/frameworks.txt)
 	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

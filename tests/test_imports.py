@@ -27,6 +27,7 @@ LAYERS = {
     "slattn.distributed": 5,
     "slattn.testing_cases": 5,
     "slattn.automodel": 5,
+    "slattn.frameworks": 6,
     "slattn.testing": 6,
     "slattn.peers": 7,
     "slattn.demo": 7,
