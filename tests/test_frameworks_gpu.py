@@ -171,7 +171,7 @@ def test_flash_mla_more_queries_than_a_grid_is_high() -> None:
     out, largest, lse = flash_mla.flash_mla_sparse_fwd(**call)
     last = {name: x[-5:] if name in ("q", "indices") else x for name, x in call.items()}
     want = flash_mla.flash_mla_sparse_fwd(**last)
-    assert torch.equal(out[-5:], want[0])
+    assert error(out[-5:], want[0]) < 1e-2
     torch.testing.assert_close(largest[-5:], want[1])
     torch.testing.assert_close(lse[-5:], want[2])
 

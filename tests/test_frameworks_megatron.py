@@ -33,6 +33,9 @@ def has_hooks() -> bool:
     return importlib.util.find_spec(f"{VARIANT}.dsa_kernels") is not None
 
 
+needs_hooks = pytest.mark.skipif("not has_hooks()", reason="this megatron-core has no kernel backends")
+
+
 class Linear(nn.Linear):
     """In the place of Transformer Engine's, which needs a GPU; returns a bias too, as Megatron's layers do."""
 
@@ -154,9 +157,38 @@ def test_whole_layers_recomputed(step: Any) -> None:
         assert_agree(gradients(model, step), own, 1e-4)
 
 
-def test_the_other_backends_stay(step: Any) -> None:
-    if not has_hooks():
-        pytest.skip("this megatron-core has no kernel backends")
+@needs_hooks
+def test_indices_shared_by_layers(step: Any, calls: list[Any]) -> None:
+    model = model_of(num_layers=4, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=0)
+    own = gradients(model, step)
+    choose(model, "tilelang")
+    with adapter.patch():
+        assert_agree(gradients(model, step), own, 1e-4)
+    assert len(calls) == 4
+
+
+@needs_hooks
+def test_packed_texts(calls: list[Any]) -> None:
+    ends = torch.tensor([0, 10, TOKENS], dtype=torch.int32)
+    ids = torch.randint(0, 64, (1, TOKENS))
+    packed = module("megatron.core.packed_seq_params").PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=14, max_seqlen_kv=14
+    )
+
+    def step(model: nn.Module) -> tuple[Tensor, Tensor]:
+        out = model(ids, torch.arange(TOKENS)[None], None, labels=ids, packed_seq_params=packed)
+        return out, out.mean()
+
+    model = model_of()
+    own = gradients(model, step)
+    choose(model, "tilelang")
+    with adapter.patch():
+        assert_agree(gradients(model, step), own, 1e-4)
+    assert len(calls) == 2
+
+
+@needs_hooks
+def test_the_other_backends_stay() -> None:
     names = module(f"{VARIANT}.dsa_kernels")._BACKEND_MODULE_NAME_BY_BACKEND
     own = dict(names)
     with adapter.patch():
@@ -164,7 +196,7 @@ def test_the_other_backends_stay(step: Any) -> None:
     assert names == own
 
 
-@pytest.mark.skipif(has_hooks(), reason="this megatron-core absorbs by itself")
+@pytest.mark.skipif("has_hooks()", reason="this megatron-core absorbs by itself")
 class TestAbsorbed:
     @pytest.mark.parametrize(
         ("name", "value", "words"),

@@ -1,7 +1,7 @@
 """slattn under other people's training frameworks: one module each, and one line to switch.
 
-    from slattn.frameworks import nemo_automodel
-    nemo_automodel.patch()          # or: with nemo_automodel.patch() as patch: ...
+    import slattn.frameworks.nemo_automodel
+    slattn.frameworks.nemo_automodel.patch()            # or: with slattn.frameworks.nemo_automodel.patch(): ...
 
 Each `patch()` returns a `slattn.frameworks.handle.Patch`: it says what it replaced, and `undo()` puts that back.
 What was run, on which version, and what is not supported is in docs/frameworks.md.

@@ -1,9 +1,9 @@
 """FlashMLA's `flash_mla_sparse_fwd`, with its signature and conventions, for any head count and any K.
 
-from slattn.frameworks.flash_mla import flash_mla_sparse_fwd
-# or, for code that says `from flash_mla import flash_mla_sparse_fwd`, before it is imported or after:
-from slattn.frameworks import flash_mla
-flash_mla.patch()               # patch(lse_base="2") for code written against FlashMLA before January 2026
+    from slattn.frameworks.flash_mla import flash_mla_sparse_fwd
+    slattn.frameworks.flash_mla.patch()     # for code that says `from flash_mla import flash_mla_sparse_fwd`
+
+Before such code is imported or after; `patch(lse_base="2")` for code written for FlashMLA before January 2026.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Megatron-LM's DSA (DeepSeek-V3.2, GLM-5): slattn under `experimental_attention_variant: dsa`.
 
-    from slattn.frameworks import megatron
-    megatron.patch()
+    import slattn.frameworks.megatron
+    slattn.frameworks.megatron.patch()
 
 A megatron-core that has kernel backends (0.19) calls slattn where `dsa_kernel_backend: tilelang` called its TileLang
 kernels: slattn.frameworks.megatron_hooks. An older one (0.16) has a function in plain torch alone, for keys and values

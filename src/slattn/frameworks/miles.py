@@ -1,7 +1,9 @@
 """miles: slattn under DeepSeek-V4 (`--spec miles_plugins.models.deepseek_v4...`) and GLM-5.
 
-from slattn.frameworks import miles
-miles.patch()                   # or patch("glm5"), where only that plugin imports
+    import slattn.frameworks.miles
+    slattn.frameworks.miles.patch()         # or patch("glm5"), where only that plugin imports
+
+Before or after the models are built; its indexers stay.
 """
 
 from __future__ import annotations

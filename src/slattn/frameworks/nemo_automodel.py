@@ -1,7 +1,7 @@
 """NVIDIA NeMo AutoModel: slattn under `model.backend.attn: tilelang` and `cudnn`, the YAML files as they are.
 
-    from slattn.frameworks import nemo_automodel
-    nemo_automodel.patch()
+    import slattn.frameworks.nemo_automodel
+    slattn.frameworks.nemo_automodel.patch()
 
 DeepSeek-V4 and V4.1 (both call `dsv4_sparse_attention`), GLM-5's SparseMLA, and `cudnn_sparse_attention` wherever it
 was imported. The indexers and everything else stay AutoModel's.

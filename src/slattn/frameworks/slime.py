@@ -1,7 +1,7 @@
 """slime: slattn under GLM-5, and the backward of its SGLang path mended.
 
-    from slattn.frameworks import slime
-    slime.patch()
+    import slattn.frameworks.slime
+    slattn.frameworks.slime.patch()
 
 With MEGATRON_USE_SGLANG_SPARSE_MLA=1 slime runs the FlashMLA of SGLang's kernel package forward, so that training has
 the rollout's bits, and hands its LSE to a backward that takes base 2. Where that FlashMLA is one of January 2026 or

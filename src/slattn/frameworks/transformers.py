@@ -1,8 +1,8 @@
 """Hugging Face transformers: slattn as an attention implementation of DeepSeek-V4, DeepSeek-V3.2 and GLM-MoE-DSA.
 
-    from slattn.frameworks import transformers as slattn_transformers
-    slattn_transformers.patch(model)                # a model that is there; undo() gives it its own attention back
-    slattn_transformers.patch()                     # then from_pretrained(..., attn_implementation="slattn")
+    import slattn.frameworks.transformers
+    slattn.frameworks.transformers.patch(model)     # a model that is there; undo() gives it its own attention back
+    slattn.frameworks.transformers.patch()          # then from_pretrained(..., attn_implementation="slattn")
 
 The DSA models expand their latents before they call an attention implementation: here they do not.
 """

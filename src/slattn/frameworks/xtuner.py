@@ -1,7 +1,9 @@
 """xtuner: slattn for every `sparse_mla_backend` of its DSA attention (DeepSeek-V3.2, GLM-5).
 
-from slattn.frameworks import xtuner
-xtuner.patch()                  # before the model is built: each layer asks for its function then
+    import slattn.frameworks.xtuner
+    slattn.frameworks.xtuner.patch()
+
+Before the model is built: each layer asks for its function then.
 """
 
 from __future__ import annotations
