@@ -248,8 +248,8 @@ def by(first: bool, world: Any) -> dict[str, Any]:
 
 
 def a_rank_that_fails() -> None:
-    """Rank 0 raises on its own, before its call: the others say so within the group's timeout, here 2 s."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    """Rank 0 raises on its own, before its call: the others say so within the group's timeout, here 5 s."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
     q, kv, indices = torch.randn(3, H, D), torch.randn(6, D), torch.zeros(3, K, dtype=torch.int32)
     if dist.get_rank() == 0:
         dist.barrier()
@@ -258,7 +258,7 @@ def a_rank_that_fails() -> None:
     try:
         with pytest.raises(RuntimeError, match="another rank did not come to this call"):
             distributed.sparse_attention(q, kv, indices, group=group)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 25
     finally:
         dist.barrier()
 

@@ -39,6 +39,8 @@ NAMES = (
     "batch-3-lengths",
     "sink-mixed-576",
     "keys-1",
+    "keys-0",
+    "queries-0",
     "scale-half",
 )
 
@@ -89,6 +91,29 @@ def test_slot_probs_refuse_what_does_not_fit(change: dict, error: type, words: s
     arguments = {"indices": torch.zeros(5, 7, dtype=torch.int32), "lse": torch.zeros(5, 4)} | change
     with pytest.raises(error, match=words):
         slattn.attention_slot_probs(torch.randn(5, 4, 16), torch.randn(9, 16), **arguments)
+
+
+def test_slot_probs_as_an_operator() -> None:
+    """torch.library's own checks, and traced whole."""
+    q, kv, indices = torch.randn(5, 4, 16, requires_grad=True), torch.randn(9, 16), torch.randint(9, (5, 7))
+    sink, length = torch.randn(4), torch.full((5,), 6, dtype=torch.int32)
+    _, lse = slattn.sparse_attention(q, kv, indices, topk_length=length, return_lse=True)
+    arguments = (q.detach(), kv, indices, lse.detach(), sink, length)
+    torch.library.opcheck(torch.ops.slattn.slot_probs.default, (*arguments, 0.25, "reference"))
+    traced = torch.compile(slattn.attention_slot_probs, backend="aot_eager", fullgraph=True)
+    options = {"attn_sink": sink, "topk_length": length}
+    got = traced(q, kv, indices, lse, **options)
+    assert not got.requires_grad
+    torch.testing.assert_close(got, slattn.attention_slot_probs(q, kv, indices, lse, **options))
+
+
+def test_a_backend_without_slot_probs_refuses() -> None:
+    q, kv, indices = torch.randn(5, 4, 16), torch.randn(9, 16), torch.randint(9, (5, 7))
+    for backend, words in (("flashmla_cudnn", "it has no slot_probs"), ("tilelang", "the kernels need an NVIDIA GPU")):
+        with pytest.raises(slattn.BackendRefusal, match=f"backend '{backend}' cannot run this call: {words}"):
+            slattn.attention_slot_probs(q, kv, indices, torch.zeros(5, 4), backend=backend)
+    with pytest.raises(ValueError, match="backend must be 'auto' or one of"):
+        slattn.attention_slot_probs(q, kv, indices, torch.zeros(5, 4), backend="cuda")
 
 
 def test_loss_by_hand() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import slattn
 from slattn import testing
 
 # Both key sizes and a short one, one head tile and several, a last tile that is not full, slots and keys that fill no
@@ -39,6 +40,9 @@ def test_the_cases_exist() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_sanitize(name: str) -> None:
     case = next(case for case in testing.CASES if case.name == name)
-    results = testing.run(testing.make_inputs(case, "cuda"), "tilelang")
+    inputs = testing.make_inputs(case, "cuda")
+    results = testing.run(inputs, "tilelang")
+    options = {"scale": inputs.scale, "topk_length": inputs.topk_length, "attn_sink": inputs.attn_sink}
+    slattn.attention_slot_probs(inputs.q, inputs.kv, inputs.indices, results.lse, backend="tilelang", **options)
     torch.cuda.synchronize()
     assert results.dkv.shape[-1] == case.head_dim

@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slattn import reference
-from slattn.problem import describe, lse_dtype
+from slattn import backends, ops
+from slattn.problem import default_value_dim, describe, lse_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
+
+_library = torch.library.Library("slattn", "FRAGMENT")
+_library.define(
+    "slot_probs(Tensor q, Tensor kv, Tensor indices, Tensor lse, Tensor? attn_sink, Tensor? topk_length, float scale, "
+    "str backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def attention_slot_probs(
@@ -31,6 +38,7 @@ def attention_slot_probs(
     scale: float | None = None,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """The probability that each slot has in `sparse_attention`, summed over the heads, not normalised.
 
@@ -42,12 +50,15 @@ def attention_slot_probs(
         lse: what it returned, `[T, H]` or `[B, S, H]`, float32 (float64 for float64 inputs): natural, keys only.
         attn_sink: with it the sink's share is missing from the sums, as it is from the output; without it each head's
             probabilities sum to one over the row.
+        backend: "auto" (the first that does not refuse), "tilelang" or "reference". Each gives the same bits in every
+            run, so there is no `deterministic`.
 
     Returns:
         `[T, K]` or `[B, S, K]`, lse's dtype; 0 in a slot that does not count, and in an empty row.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, as `sparse_attention`.
+        slattn.BackendRefusal: the backend that `backend` names cannot run this call; the message says why.
     """
     problem = describe(q, kv, indices, scale=scale, attn_sink=attn_sink, topk_length=topk_length)
     if not isinstance(lse, Tensor) or lse.dtype != lse_dtype(q.dtype):
@@ -57,17 +68,10 @@ def attention_slot_probs(
         raise ValueError(
             f"lse must be [.., H] = {list(q.shape[:-1])} on {q.device}; got {list(lse.shape)} on {lse.device}"
         )
-    with torch.no_grad():
-        probs = reference.slot_probs(
-            problem,
-            q.reshape(problem.batch, problem.queries, problem.heads, problem.head_dim),
-            kv.to(q.dtype).reshape(problem.batch, problem.keys, problem.head_dim),
-            indices.reshape(problem.batch, problem.queries, problem.slots),
-            attn_sink,
-            None if topk_length is None else topk_length.reshape(problem.batch, problem.queries),
-            lse,
-        )
-    return probs.view(*q.shape[:-2], problem.slots)
+    probs: Tensor = torch.ops.slattn.slot_probs(
+        q, kv, indices, lse, attn_sink, topk_length, problem.scale, ops.backend_name(backend)
+    )
+    return probs
 
 
 def indexer_loss(
@@ -126,3 +130,35 @@ def indexer_loss(
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / (~empty).sum().clamp_min(1)
+
+
+def _slot_probs(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    d_v = default_value_dim(q.shape[-1])  # no value is read
+    problem, tensors = ops.batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic=False)
+    module = backends.load(backends.choose(problem, backend, "slot_probs"))
+    probs = module.slot_probs(problem, *tensors, lse.contiguous().view(tensors[0].shape[:-1]))
+    return torch.ops.aten._unsafe_view(probs, (*q.shape[:-2], problem.slots))
+
+
+def _slot_probs_fake(q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor, *arguments: Any) -> Tensor:
+    return lse.new_empty(*q.shape[:-2], indices.shape[-1])
+
+
+def _slot_probs_autograd(keyset: Any, *arguments: Any) -> Tensor:
+    """No gradient passes, as the documentation says."""
+    probs: Tensor = ops.below_autograd(torch.ops.slattn.slot_probs.default, keyset, arguments)
+    return probs
+
+
+_library.impl("slot_probs", _slot_probs, "CompositeExplicitAutograd")
+_library.impl("slot_probs", _slot_probs_autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("slattn::slot_probs", _slot_probs_fake, lib=_library)

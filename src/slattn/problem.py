@@ -96,7 +96,7 @@ def describe(
     if keys >= MAX_KEYS:
         raise ValueError(f"kv must have fewer than {MAX_KEYS} keys, so that int32 can name each; got {keys}")
     if d_v is None:
-        d_v = 512 if head_dim == 576 else head_dim
+        d_v = default_value_dim(head_dim)
     elif isinstance(d_v, bool) or not isinstance(d_v, (int, torch.SymInt)):
         raise TypeError(f"d_v must be an int; got {type(d_v).__name__}")
     if not 1 <= d_v <= head_dim:
@@ -152,6 +152,11 @@ def check_backward(
         _shape(name, tensor, form, shape)
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}; got {tensor.device}")
+
+
+def default_value_dim(head_dim: int) -> int:
+    """d_v where the caller gives none: at D = 576 the last 64 columns are a key's position, and no value."""
+    return 512 if head_dim == 576 else head_dim
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -152,7 +152,8 @@ def slot_probs(
     """[B, S, K] in lse's dtype: each slot's probability, summed over the heads; 0 where a slot does not count."""
     keys, rows = _padded_keys(problem, kv), _key_rows(problem, indices, topk_length)
     lse_all = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(lse.dtype))
-    flat_q, flat_lse = q.reshape(problem.tokens, problem.heads, -1), lse_all.reshape(problem.tokens, -1, 1)
+    flat_q = q.reshape(problem.tokens, problem.heads, problem.head_dim)
+    flat_lse = lse_all.reshape(problem.tokens, problem.heads, 1)
     probs = torch.empty_like(rows, dtype=lse.dtype)
     for part in _chunks(problem, keys):
         s = torch.bmm(flat_q[part].to(keys.dtype) * problem.scale, keys[rows[part]].mT)  # [t, H, K]

@@ -6,6 +6,8 @@ A backend is a module with three functions, all on the batched form of a call (s
     forward(problem, q, kv, indices, attn_sink, topk_length) -> (out, lse)
     backward(problem, q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse, *,
              needs, dkv_dtype) -> (dq, dkv, dsink), None where `needs` says so
+
+and, where it has one, a fourth: slot_probs(problem, q, kv, indices, attn_sink, topk_length, lse) -> probs.
 """
 
 from __future__ import annotations
@@ -40,15 +42,17 @@ def load(name: str) -> Any:
     return importlib.import_module(MODULES[name])
 
 
-def choose(problem: Problem, backend: str) -> str:
+def choose(problem: Problem, backend: str, function: str | None = None) -> str:
     """The name of the backend that runs `problem`: the named one, or for "auto" the first that does not refuse.
+
+    `function`: one that not every backend has; those without it refuse.
 
     Raises:
         ValueError: a name that is no backend's.
         BackendRefusal: the named backend cannot run this problem.
     """
     if backend != "auto":
-        reason = load(backend).refusal(problem)
+        reason = _refusal(load(backend), problem, function)
         if reason is not None:
             raise BackendRefusal(f"backend {backend!r} cannot run this call: {reason}")
         return backend
@@ -56,13 +60,20 @@ def choose(problem: Problem, backend: str) -> str:
         return "reference"
     reasons = []
     for name in MODULES:
-        reason = load(name).refusal(problem)
+        reason = _refusal(load(name), problem, function)
         if reason is None:
             break
         reasons.append(f"{name}: {reason}")
     if name == "reference":
         _say_once(problem.device.type, "; ".join(reasons))
     return name
+
+
+def _refusal(module: Any, problem: Problem, function: str | None) -> str | None:
+    if function is not None and not hasattr(module, function):
+        return f"it has no {function}"
+    reason: str | None = module.refusal(problem)
+    return reason
 
 
 @functools.cache

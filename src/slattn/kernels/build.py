@@ -5,7 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from slattn.kernels.config import TARGETS, BackwardConfig, Config, ForwardConfig, HopperBackwardConfig, PrepareConfig
+from slattn.kernels.config import (
+    TARGETS,
+    BackwardConfig,
+    Config,
+    ForwardConfig,
+    HopperBackwardConfig,
+    PrepareConfig,
+    SlotProbsConfig,
+)
 
 
 @functools.cache
@@ -40,6 +48,10 @@ def program(config: Config) -> Any:
         from slattn.kernels.hopper_backward import hopper_backward
 
         return hopper_backward(config)
+    if isinstance(config, SlotProbsConfig):
+        from slattn.kernels.slot_probs import slot_probs
+
+        return slot_probs(config)
     from slattn.kernels.prepare import prepare
 
     return prepare(config)
