@@ -45,7 +45,7 @@ def decoder(**sizes) -> model.Decoder:
 
 
 def attention_inputs(attention: model.Attention) -> tuple[torch.Tensor, ...]:
-    """Scores, q, pooled keys and lse of one layer, as its forward hands them to `index_loss`."""
+    """Scores, q, pooled keys, lse and backend of one layer, as its forward hands them to `index_loss`."""
     taken = []
     attention.train()
     original = attention.index_loss
@@ -101,15 +101,22 @@ def test_choice_of_a_text_shorter_than_a_block_has_all_its_slots():
     assert attention.choose(torch.zeros(1, 3, 0))[0, 2].tolist() == [2, 1, 0] + [-1] * 8
 
 
-def test_slot_probabilities_are_those_of_the_op():
-    attention = decoder().layers[0].attention
-    q, kv = torch.randn(1, 48, 2, 64), torch.randn(1, 60, 64)
-    indices = attention.choose(torch.randn(1, 48, 12))
-    out, lse = slattn.sparse_attention(q, kv, indices, attn_sink=attention.sink, return_lse=True)
-    shares = attention.slot_probabilities(q, kv, indices, lse)
-    assert (shares[indices < 0] == 0).all()
-    weighted = torch.einsum("bsk,bskd->bsd", shares, kv[0][indices.clamp_min(0).long()])
-    torch.testing.assert_close(weighted, out.mean(2))
+def test_trace_holds_the_probabilities_of_the_op():
+    small, trace, taken = decoder(), [], []
+    attend = slattn.sparse_attention
+
+    def keep(q, kv, indices, **options):
+        out, lse = attend(q, kv, indices, **options)
+        taken.append((kv, out))
+        return out, lse
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slattn, "sparse_attention", keep)
+        small(torch.randint(11, (1, 48)), trace)
+    for (kv, out), (indices, shares) in zip(taken, trace, strict=True):
+        assert (shares[indices < 0] == 0).all()
+        weighted = torch.einsum("bsk,bskd->bsd", shares, kv[0][indices.clamp_min(0).long()])
+        torch.testing.assert_close(weighted, out.mean(2))
 
 
 def test_index_loss_trains_the_indexers_and_nothing_else():
@@ -125,11 +132,14 @@ def test_index_loss_trains_the_indexers_and_nothing_else():
 
 def test_index_loss_is_zero_where_the_indexer_agrees_and_positive_elsewhere():
     attention = decoder().layers[0].attention
-    scores, q, pooled, lse = attention_inputs(attention)
+    scores, q, pooled, lse, _ = attention_inputs(attention)
     s = torch.einsum("bshd,bpd->bshp", q, pooled) * 64**-0.5
     agreed = (s - torch.logaddexp(lse, attention.sink)[..., None]).exp().sum(2).log()
-    assert abs(attention.index_loss(agreed, q, pooled, lse)) < 1e-6
-    assert attention.index_loss(scores, q, pooled, lse) > 1e-3
+    assert abs(attention.index_loss(agreed, q, pooled, lse, "auto")) < 1e-6
+    assert attention.index_loss(scores, q, pooled, lse, "auto") > 1e-3
+    with pytest.MonkeyPatch.context() as patch:  # in training it is the library's own loss that a step sees
+        patch.setattr(slattn, "indexer_loss", lambda *_, **__: torch.tensor(96.0))
+        assert attention.index_loss(scores, q, pooled, lse, "auto") == 1.0
 
 
 def test_rotary_turns_back_and_leaves_the_plain_columns():

@@ -214,14 +214,15 @@ class Attention(nn.Module):
         else:
             out, lse = self.part.attend(q, kv, indices, attn_sink=self.sink, backend=backend)
         if trace is not None:
-            trace.append((indices, self.slot_probabilities(q, kv, indices, lse)))
+            probs = slattn.attention_slot_probs(q, kv, indices, lse, attn_sink=self.sink, backend=backend)
+            trace.append((indices, probs / config.heads))
         # A value is its key's row, turned by the key's position: turning the output back by the query's leaves the
         # distance between the two, which is what V4 does.
         out = self.out(self.rotary(out, inverse=True).flatten(2))
         if not self.training or length < config.block:
             return out, None
         pooled = pooled.detach() if self.part is None else self.part.gather(pooled.detach())
-        return out, self.index_loss(scores, q.detach(), pooled, lse.detach())
+        return out, self.index_loss(scores, q, pooled, lse, backend)
 
     def choose(self, scores: Tensor) -> Tensor:
         """The keys of each query, `[B, S, window + topk]` int32: its window, then its best completed blocks.
@@ -238,38 +239,28 @@ class Attention(nn.Module):
             chosen = F.pad(chosen, (0, self.config.topk - blocks), value=-1)
         return torch.cat((self.slots[:length].expand(batch, -1, -1), chosen), -1)
 
-    @torch.no_grad()
-    def slot_probabilities(self, q: Tensor, kv: Tensor, indices: Tensor, lse: Tensor) -> Tensor:
-        """The attention's probability of each slot, mean over the heads, `[B, S, K]`; 0 where a slot names nothing."""
-        entry = torch.arange(len(kv), device=kv.device)[:, None, None]
-        chosen = kv[entry, indices.clamp_min(0).long()]  # [B, S, K, D]
-        s = torch.einsum("bshd,bskd->bshk", q, chosen).float() * self.config.head_dim**-0.5
-        p = (s - torch.logaddexp(lse, self.sink).unsqueeze(-1)).exp()
-        return p.mean(2).masked_fill(indices < 0, 0.0)
-
-    def index_loss(self, scores: Tensor, q: Tensor, pooled: Tensor, lse: Tensor) -> Tensor:
-        """How far the indexer is from the attention it serves: a Kullback-Leibler divergence, in nats a query.
+    def index_loss(self, scores: Tensor, q: Tensor, pooled: Tensor, lse: Tensor, backend: str) -> Tensor:
+        """How far the indexer is from the attention it serves: `slattn.indexer_loss`, in nats a query.
 
         The target is the attention's own probability of each completed block, had it been chosen: `exp(s - Lz)` with
         the layer's logits s and normaliser Lz (docs/contract.md), summed over the heads and normalised over the
-        blocks. This is the dense form of DeepSeek-V3.2's indexer loss. It looks at every completed block and not only
-        at the chosen ones, so that a block wrongly left out is noticed; with few blocks that costs one small product.
+        blocks. It looks at every completed block and not only at the chosen ones, so that a block wrongly left out is
+        noticed; with few blocks that costs little. Over many, name the chosen slots alone, as DeepSeek-V3.2's sparse
+        stage does.
 
         Args:
             scores: of the indexer, `[B, S, P]`; the only argument that gets a gradient.
-            q: `[B, S, H, D]`, detached, as are the others.
+            q: `[B, S, H, D]`.
             pooled: `[B, P, D]`.
             lse: `[B, S, H]`, as the op returned it.
         """
-        length, blocks = scores.shape[1:]
-        incomplete = self.incomplete[:length, :blocks]
-        with torch.no_grad():
-            s = products(q, pooled).float() * self.config.head_dim**-0.5
-            s -= torch.logaddexp(lse, self.sink).unsqueeze(-1)
-            target = s.logsumexp(2).masked_fill(incomplete, -torch.inf).softmax(-1)  # NaN before the first block
-        guess = scores.float().masked_fill(incomplete, -torch.inf).log_softmax(-1)
-        terms = target * (target.clamp_min(1e-9).log() - guess)
-        return terms.masked_fill(incomplete, 0.0).sum() / (scores.shape[0] * length)
+        batch, length, blocks = scores.shape
+        complete = ~self.incomplete[:length, :blocks]
+        named = torch.where(complete, torch.arange(blocks, device=q.device), -1).int().expand(batch, -1, -1)
+        probs = slattn.attention_slot_probs(q, pooled, named, lse, attn_sink=self.sink, backend=backend)
+        # Not the mean over the rows that are not empty: over processes, those are not shared evenly.
+        total = slattn.indexer_loss(scores, probs, valid=complete.expand_as(probs), reduction="sum")
+        return total / (batch * length)
 
 
 class SwiGLU(nn.Module):
