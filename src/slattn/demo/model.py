@@ -201,18 +201,19 @@ class Attention(nn.Module):
             trace: a list to which the layer's choice is appended, for the map.
         """
         config, length = self.config, x.shape[1]
+        raw = self.rotary(self.key_norm(self.key(x)))  # [B, S, D]
+        pooled = self.rotary(self.pool(x), every=config.block)  # [B, P, D]
+        kv = torch.cat((raw, pooled), 1)
+        keys = None if self.part is None else self.part.gather_keys(kv)  # on their way while the rest is made
         latent = self.query_norm(self.query_down(x))
         q = self.query_up(latent).unflatten(-1, (config.heads, config.head_dim))
         q = self.rotary(F.rms_norm(q, q.shape[-1:], eps=1e-6))  # [B, S, H, D]
-        raw = self.rotary(self.key_norm(self.key(x)))  # [B, S, D]
-        pooled = self.rotary(self.pool(x), every=config.block)  # [B, P, D]
         scores = self.indexer(x, latent)  # [B, S, P]
         indices = self.choose(scores)
-        kv = torch.cat((raw, pooled), 1)
-        if self.part is None:
+        if self.part is None or keys is None:
             out, lse = slattn.sparse_attention(q, kv, indices, attn_sink=self.sink, return_lse=True, backend=backend)
         else:
-            out, lse = self.part.attend(q, kv, indices, attn_sink=self.sink, backend=backend)
+            out, lse = self.part.attend(q, keys, indices, attn_sink=self.sink, backend=backend)
         if trace is not None:
             probs = slattn.attention_slot_probs(q, kv, indices, lse, attn_sink=self.sink, backend=backend)
             trace.append((indices, probs / config.heads))

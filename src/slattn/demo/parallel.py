@@ -79,6 +79,7 @@ class Part:
 
     def __init__(self, config: Config) -> None:
         self.rank, self.ranks, self.sequence = dist.get_rank(), dist.get_world_size(), config.sequence
+        self.block = config.block
         length = config.sequence // self.ranks
         self.positions = slice(self.rank * length, (self.rank + 1) * length)
 
@@ -87,25 +88,30 @@ class Part:
         gathered: Tensor = _Gather.apply(rows, self)
         return gathered
 
-    def attend(self, q: Tensor, kv: Tensor, indices: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def gather_keys(self, kv: Tensor) -> distributed.GatheredKeys:
+        """Start to collect the keys of all parts, of this part's raw and pooled ones, `[B, n + n // block, D]`."""
+        return distributed.gather_keys(kv.flatten(0, 1), group=dist.group.WORLD)
+
+    def attend(
+        self, q: Tensor, keys: distributed.GatheredKeys, indices: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """`slattn.sparse_attention` of this part's queries with the keys of all parts; returns out and lse.
 
         Args:
             q: `[B, n, H, D]`.
-            kv: this part's raw and pooled keys, `[B, n + n // block, D]`.
+            keys: what `gather_keys` returned.
             indices: `[B, n, K]` as in one process: position p is key p, pooled key j is key `sequence + j`.
             options: as the operation takes them.
         """
-        (texts, length), rows = q.shape[:2], kv.shape[1]
+        texts, length = q.shape[:2]
+        rows = length + length // self.block
         # The order of the gathered keys: the parts, in each the texts, in each its raw keys before its pooled ones.
         text = torch.arange(texts, device=q.device) * rows
         row = torch.arange(self.ranks, device=q.device)[:, None] * texts * rows + torch.arange(rows, device=q.device)
         place = torch.cat((row[:, :length].flatten(), row[:, length:].flatten()))  # of a key of the first text
         named = place[indices.clamp_min(0).long()] + text[:, None, None]
         flat = named.masked_fill(indices < 0, -1).int().flatten(0, 1)
-        out, lse = distributed.sparse_attention(
-            q.flatten(0, 1), kv.flatten(0, 1), flat, group=dist.group.WORLD, return_lse=True, **options
-        )
+        out, lse = distributed.sparse_attention(q.flatten(0, 1), keys, flat, return_lse=True, **options)
         return out.unflatten(0, (texts, length)), lse.unflatten(0, (texts, length))
 
     def average(self, losses: Tensor, parameters: Iterable[nn.Parameter]) -> Tensor:
