@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,18 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(["scale", "--plot", str(tmp_path / "scale.png")]) == 0
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_measure_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command at work; its figures say nothing."""
+    assert main(["scale", "--measure"]) == 2
+    assert "--measure needs two processes or more: torchrun" in capsys.readouterr().err
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch += ["-m", "slattn", "scale", "--measure"]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=False, env=hidden)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 ranks, ")
+    for words in ("all_gather: ", "reduce_scatter: ", "agreement: ", "step: one ", "all, early ", "layer: plain "):
+        assert any(words in line for line in lines), words

@@ -3,8 +3,9 @@
     slattn scale                                            the table: every model, text length and number of GPUs
     slattn scale --model V3.2 --tokens 131072 --gpus 64     every term of one cell
     slattn scale --plot scale.png                           the share of the wire, and the memory, as curves
+    torchrun --nproc-per-node 2 -m slattn scale --measure   what it predicts, measured on these GPUs
 
-It is arithmetic, no measurement: the constants say where they come from.
+But for --measure it is arithmetic: the constants say where they come from.
 """
 
 from __future__ import annotations
@@ -146,10 +147,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="length of the text, over all GPUs, instead of the table's")
     parser.add_argument("--gpus", type=int, help="GPUs that share a text, instead of the table's")
     parser.add_argument("--plot", metavar="PNG", help="draw it; needs matplotlib")
+    parser.add_argument("--measure", action="store_true", help="under torchrun: measure what the model predicts")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table, or the terms of one cell; returns 0."""
+    """Print the table, the terms of one cell, or what is measured; returns 0."""
+    if args.measure:
+        from slattn.commands.scale_measure import measure
+
+        measure(MODELS[args.model or "V3.2"])
+        return 0
     tokens, gpus = (args.tokens,) if args.tokens else TOKENS, (args.gpus,) if args.gpus else GPUS
     if min(*tokens, *gpus) < 1 or any(length % count for length in tokens for count in gpus):
         raise UsageError("--tokens must be a multiple of --gpus, and both at least 1")
