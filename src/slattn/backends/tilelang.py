@@ -14,6 +14,8 @@ from torch import Tensor
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
     VALUE_DIMS,
+    CompactConfig,
+    FinishConfig,
     HopperBackwardConfig,
     PrepareConfig,
     architecture,
@@ -127,8 +129,12 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dkv in `dkv_dtype`, dsink in fp32), None where `needs` says so."""
     delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink)
-    dq, dkv = main_backward(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse, needs=needs[:2])
-    return dq, None if dkv is None else dkv.to(dkv_dtype), dsink if needs[2] else None
+    dq, dkv = main_backward(
+        *(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse),
+        needs=needs[:2],
+        dkv_dtype=dkv_dtype,
+    )
+    return dq, dkv, dsink if needs[2] else None
 
 
 def prepare(
@@ -190,45 +196,81 @@ def main_backward(
     *,
     needs: tuple[bool, bool] = (True, True),
     dkv: Tensor | None = None,
+    dkv_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dq [B, S, H, D] bf16, dkv [B, N, D] fp32): the gradients from delta and an lse in base 2, sink included.
+    """(dq [B, S, H, D] bf16, dkv [B, N, D] in `dkv_dtype`), from delta and an lse in base 2 with the sink.
 
-    Adds into `dkv` where it is given. lse (natural, keys only) is read with a grad_lse only.
+    Adds into `dkv`, fp32, where it is given. lse (natural, keys only) is read with a grad_lse only.
     """
     need_q, need_kv = needs
-    dq = torch.empty_like(q) if need_q else None
-    if need_kv and dkv is None:
-        dkv = kv.new_zeros(kv.shape, dtype=torch.float32)
     if not (need_q or need_kv):
         return None, None
+    dq = torch.empty_like(q) if need_q else None
     if problem.tokens == 0 or problem.keys == 0:
+        if need_kv and dkv is None:
+            dkv = kv.new_zeros(kv.shape, dtype=dkv_dtype)
         return None if dq is None else dq.zero_(), dkv
     config = backward_config(
         _arch(q.device), problem.heads, problem.head_dim, grad_lse=grad_lse is not None, dq=need_q, dkv=need_kv
     )
     indices = int32_indices(indices, problem.keys)
-    if isinstance(config, HopperBackwardConfig):
-        rest: tuple[object, ...] = (torch.cuda.get_device_properties(q.device).multi_processor_count,)
-    else:
-        rest = tuple((lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse))
+    statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     with torch.cuda.device(q.device):
+        if isinstance(config, HopperBackwardConfig):
+            assert dq is not None, "the kernel is chosen where both gradients are wanted"
+            add, dkv = dkv is not None, kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
+            _hopper_backward(problem, config, q, kv, indices, topk_length, grad_out, statistics, dq, dkv, add)
+            return dq, dkv
+        total = kv.new_zeros(kv.shape, dtype=torch.float32) if need_kv and dkv is None else dkv
         kernel(config)(
             _rows(q),
             _rows(kv, 1),
             _rows(grad_out),
             indices.view(-1, problem.slots),
             _flat(topk_length, indices),
-            lse2.view(-1, problem.heads),
-            delta.view(-1, problem.heads),
+            *statistics,
             _rows(q if dq is None else dq),
-            lse2.new_empty(1, problem.head_dim) if dkv is None else _rows(dkv, 1),
+            lse2.new_empty(1, problem.head_dim) if total is None else _rows(total, 1),
             problem.queries,
             problem.keys,
             int(topk_length is not None),
             problem.scale,
-            *rest,
+            *((lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)),
         )
-    return dq, dkv
+    return dq, dkv if total is None or dkv is not None else total.to(dkv_dtype)
+
+
+def _hopper_backward(
+    problem: Problem,
+    config: HopperBackwardConfig,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    grad_out: Tensor,
+    statistics: Pair,
+    dq: Tensor,
+    dkv: Tensor,
+    add: bool,
+) -> None:
+    """Write dq and write or add to dkv, which the kernel sums in a table whose columns have an order of their own."""
+    rows = indices.new_empty(problem.tokens, max((problem.slots + 63) // 64, 1) * 64)
+    counts = indices.new_empty(problem.tokens)
+    kernel(CompactConfig())(
+        indices.view(-1, problem.slots),
+        _flat(topk_length, indices),
+        rows,
+        counts,
+        problem.queries,
+        problem.keys,
+        int(topk_length is not None),
+    )
+    table = dkv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    kernel(config)(
+        *(_rows(q), _rows(kv, 1), _rows(grad_out), rows, counts, *statistics, _rows(dq), table, problem.scale, sms)
+    )
+    kernel(FinishConfig(str(dkv.dtype).removeprefix("torch.")))(table.view(-1, 32), dkv.view(-1, 32), int(add))
 
 
 def slot_probs(

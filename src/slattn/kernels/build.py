@@ -8,7 +8,9 @@ from typing import Any
 from slattn.kernels.config import (
     TARGETS,
     BackwardConfig,
+    CompactConfig,
     Config,
+    FinishConfig,
     ForwardConfig,
     HopperBackwardConfig,
     PrepareConfig,
@@ -52,9 +54,13 @@ def program(config: Config) -> Any:
         from slattn.kernels.slot_probs import slot_probs
 
         return slot_probs(config)
-    from slattn.kernels.prepare import prepare
+    from slattn.kernels import prepare
 
-    return prepare(config)
+    if isinstance(config, CompactConfig):
+        return prepare.compact(config)
+    if isinstance(config, FinishConfig):
+        return prepare.finish(config)
+    return prepare.prepare(config)
 
 
 def target(arch: int, *, runs_on: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -77,23 +77,28 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """One compiled Hopper backward kernel: three warpgroups over 64 heads and 64 slots a step, both gradients.
-
-    The registers are those of a thread of the group that makes scores and of the two that make gradients; together
-    with what a launch of 384 threads gets, 168 each, they decide which of the two spills.
-    """
+    """One compiled Hopper backward kernel: three warpgroups over 64 heads and 64 slots a step, both gradients."""
 
     head_dim: int
     value_dim: int
-    front_registers: int = 104
-    back_registers: int = 200
     arch: int = 90
     head_tile: int = 64
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread of the front and of a back group; a launch of 384 threads has 168 each to share out."""
+        return (152, 176) if self.head_dim == self.value_dim else (176, 160)
+
+    @property
+    def score_buffers(self) -> int:
+        """Buffers of P and dS: two where the columns leave room for them, so that the front may run a block ahead."""
+        return 2 if self.head_dim == self.value_dim else 1
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block of threads: Q, dO, a block of keys, two of P and dS, its rows, the barriers."""
-        return 2 * (64 * (2 * self.head_dim + self.value_dim) + 4 * 64 * 64) + 8 * 64 + 1024
+        """Shared memory of one block of threads: Q, dO, a block of keys, P and dS, rows and heads, barriers."""
+        numbers = 64 * (2 * self.head_dim + self.value_dim) + self.score_buffers * 2 * 64 * 64
+        return 2 * numbers + 16 * 64 + 16 * 64 + 1024
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,32 @@ class SlotProbsConfig:
         return 2 * numbers + 4 * (self.head_tile + self.block)
 
 
-Config = ForwardConfig | BackwardConfig | HopperBackwardConfig | PrepareConfig | SlotProbsConfig
+@dataclass(frozen=True)
+class CompactConfig:
+    """One compiled kernel that lists the rows of kv that each query's slots name, a warp a query."""
+
+    arch: int = 90
+    threads: int = 128
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """One compiled kernel that takes dkv out of the Hopper backward's table, in `dtype`."""
+
+    dtype: str
+    arch: int = 90
+    threads: int = 128
+
+
+Config = (
+    ForwardConfig
+    | BackwardConfig
+    | HopperBackwardConfig
+    | PrepareConfig
+    | CompactConfig
+    | FinishConfig
+    | SlotProbsConfig
+)
 
 
 def architecture(capability: tuple[int, int]) -> int | None:
@@ -201,7 +231,7 @@ def backward_config(
     covers the heads and fits.
     """
     widest = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
-    if arch == 90 and widest == 64 and head_dim == 512 and dq and dkv and not grad_lse:
+    if arch == 90 and widest == 64 and head_dim >= 512 and dq and dkv and not grad_lse:
         return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim])
     for tile in (tile for tile in head_tiles(head_dim) if tile <= widest):
         threads = 128 if tile == 16 or head_dim < 256 else 256
@@ -241,7 +271,8 @@ def claimed() -> list[Config]:
     configs += [forward_config(90, 64, 512, reference_rounding=True)]
     configs += [backward_config(90, 64, head_dim, grad_lse=True) for head_dim in (512, 576)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
-    configs += [PrepareConfig(arch) for arch in TARGETS]
+    configs += [PrepareConfig(arch) for arch in TARGETS] + [CompactConfig()]
+    configs += [FinishConfig("bfloat16"), FinishConfig("float32")]
     configs += [
         slot_probs_config(arch, heads, head_dim) for arch in TARGETS for head_dim in VALUE_DIMS for heads in (64, 128)
     ]

@@ -1,14 +1,16 @@
 """The backward device program for Hopper (SM90): warp-specialised, persistent, one block of threads an SM.
 
 Three warpgroups share a query's 64 heads. The front gathers the keys of a block of 64 slots, forms S and dP as their
-columns land, and leaves P and dS in shared memory; the two back groups each hold half of the columns: first of dQ, in
-registers over the whole row, then of dKV, 64 columns at a time, reduced into the fp32 dkv straight from registers.
+columns land, and leaves P and dS in shared memory; the two back groups form dKV, 64 columns at a time, and reduce it
+into the fp32 dkv straight from registers. Each of the three keeps its share of the columns of dQ in registers over the
+whole row.
 
-    front     | gather b+1, S, dP, softmax of b+1        | gather b+2 ...
-    back      | dQ b | dKV b: 4 chunks, each reduced     | dQ b+1 | ...
+    front     | gather b+1, S, dP, softmax of b+1 | dQ b+1 | gather b+2 ...
+    back 0    | dQ b | dKV b: 4 chunks, each reduced       | dQ b+1 | ...
+    back 1    | dKV b: a chunk; dQ b behind its reductions | ...
 
 The reductions are the limit (docs/performance.md), so everything else is arranged to run behind them: dQ comes first
-and releases the key buffer, P and dS have two buffers, and a query's Q and dO are replaced piece by piece while the
+and releases the key buffer, by the shares of the groups; and a query's Q and dO are replaced piece by piece while the
 last block's chunks still go out.
 """
 
@@ -18,21 +20,29 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import HopperBackwardConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE, load_slots, reduce_rows
+from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE, store_rows
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
-PIECE = 128  # columns of dKV formed at a time, 64 by each back group
+PIECE = 128  # columns gathered at a time, and of dKV formed at a time, 64 by each back group
+SHARE = 192  # columns of dQ that a back group keeps; the front keeps the rest
 
 
 def hopper_backward(config: HopperBackwardConfig) -> Any:
-    """The program; its parameters are those of `slattn.kernels.backward.backward`, the last two replaced by sms, the
-    number of blocks of threads to launch, which share the queries.
+    """The program for one configuration.
+
+    Parameters of the program, all contiguous: Q [T, H, D], KV [N, D], GradOut [T, H, d_v], bf16; Rows [T, K'] and
+    Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
+    empty row) and Delta (<out, grad_out>) [T, H] fp32; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to),
+    its columns in the order of `slattn.kernels.prepare.finish`; scale; sms, the number of blocks of threads to launch,
+    which share the queries.
     """
-    dim, pieces = config.head_dim, config.head_dim // PIECE
+    dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    lengths = T.dynamic("lengths")
-    every_piece = tuple(range(pieces))  # a Python loop: its body is written out for each
+    # (start, width) of the columns gathered at a time. A Python loop over these writes its body out for each.
+    pieces = tuple((c, min(PIECE, dim - c)) for c in range(0, dim, PIECE))
+    every_piece = tuple(range(len(pieces)))
+    # (start, width) of a back group's chunks of dKV, the columns past d_v first, and the piece that each reads.
 
     @T.macro
     def arrive(barriers: Any, index: Any):
@@ -42,207 +52,289 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             T.barrier_arrive(barriers[index])
 
     @T.macro
-    def load_query(g: Any, m: Any, c: int, t: Any, h0: Any, turn: Any):
+    def plan(g: Any, m: Any, task: Any):
+        """Note a task's query, its first head, its slots and their blocks, for all three groups."""
+        if task < g.tasks and T.get_thread_binding() == 0:
+            t = T.alloc_var(INT32, T.truncdiv(g.bx + task * g.sms, g.groups))
+            m.rows[3, task % 8 * 4 + 0] = t
+            m.rows[3, task % 8 * 4 + 1] = T.truncmod(g.bx + task * g.sms, g.groups) * HEADS
+            count = T.alloc_var(INT32, g.counts[t])
+            m.rows[3, task % 8 * 4 + 2] = count
+            m.rows[3, task % 8 * 4 + 3] = T.max(T.ceildiv(count, BLOCK), 1)
+
+    @T.macro
+    def load_query(g: Any, m: Any, c: int, task: Any):
         """Start loading piece `c` of the columns of Q and dO, once the last query's is no longer read."""
-        T.barrier_wait(m.query_free[c], turn % 2 ^ 1)
+        start, width = pieces[c]
+        t = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 0])
+        h0 = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 1])
+        T.barrier_wait(m.query_free[c], task % 2 ^ 1)
         T.tma_copy(
-            g.q[t, h0 : h0 + HEADS, c * PIECE : c * PIECE + PIECE],
-            m.q[:, c * PIECE : c * PIECE + PIECE],
-            barrier=m.query_full[c],
+            g.q[t, h0 : h0 + HEADS, start : start + width], m.q[:, start : start + width], barrier=m.query_full[c]
         )
-        T.tma_copy(
-            g.grad_out[t, h0 : h0 + HEADS, c * PIECE : c * PIECE + PIECE],
-            m.do[:, c * PIECE : c * PIECE + PIECE],
-            barrier=m.query_full[c],
-        )
+        if start < value_dim:
+            T.tma_copy(
+                g.grad_out[t, h0 : h0 + HEADS, start : start + width],
+                m.do[:, start : start + width],
+                barrier=m.query_full[c],
+            )
         arrive(m.query_full, c)
 
     @T.macro
+    def load_heads(g: Any, m: Any, task: Any):
+        """Bring the base-2 lse and delta of a task's heads."""
+        tx = T.get_thread_binding()
+        t = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 0])
+        h = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 1] + tx % HEADS)
+        if tx < HEADS:
+            m.stats[task % 2, 0, tx] = T.if_then_else(h < heads, g.lse2[t, h], T.infinity(FP32))
+        else:
+            m.stats[task % 2, 1, tx % HEADS] = T.if_then_else(h < heads, g.delta[t, h], 0.0)
+
+    @T.macro
+    def store_query(g: Any, m: Any, dq: Any, task: Any, column: int):
+        """Write a group's share of a task's dQ."""
+        store_rows(dq, g.grad_q, m.rows[3, task % 8 * 4 + 0], m.rows[3, task % 8 * 4 + 1], heads, column)
+
+    @T.macro
+    def copy_rows(g: Any, m: Any, step: Any, task: Any, b: Any):
+        """Start copying the numbers of a block's key rows, in whatever asynchronous group is committed next."""
+        if T.get_thread_binding() < BLOCK // 4:
+            T.call_extern(
+                "handle",
+                "slattn::copy_16",
+                T.access_ptr(m.rows[T.truncmod(step, 3), T.get_thread_binding() * 4], "w", 4),
+                T.access_ptr(g.rows[m.rows[3, task % 8 * 4 + 0], b * BLOCK + T.get_thread_binding() * 4], "r", 4),
+            )
+
+    @T.macro
+    def gather(g: Any, m: Any, c: int, row: Any, source: Any):
+        """Start copying piece `c` of the columns of a block's key rows, as one asynchronous group."""
+        start, width = pieces[c]
+        T.call_extern(
+            "handle",
+            f"slattn::gather_columns<{width // 64}, {start // 64}>",
+            T.access_ptr(m.kv, "w"),
+            T.access_ptr(g.kv, "r"),
+            row.data,
+            source.data,
+        )
+        T.ptx_commit_group()
+
+    @T.macro
     def front(g: Any, m: Any):
-        slot = T.alloc_local((BLOCK * 8 // GROUP,), INT32)
-        source = T.alloc_local((BLOCK * 8 // GROUP,), "int64")
+        row = T.alloc_local((4,), INT32)
+        source = T.alloc_local((4,), "int64")
         s = T.alloc_fragment((HEADS, BLOCK), FP32)
         dp = T.alloc_fragment((HEADS, BLOCK), FP32)
-        lse = T.alloc_fragment((HEADS,), FP32)
-        delta = T.alloc_fragment((HEADS,), FP32)
+        dq = T.alloc_fragment((HEADS, dim - 2 * SHARE), FP32)
+        packed = T.alloc_local((HEADS * BLOCK // 2 // GROUP,), "uint32")
         step = T.alloc_var(INT32, 0)
-        turn = T.alloc_var(INT32, 0)
-        tx = T.get_thread_binding()
+        plan(g, m, 0)
+        plan(g, m, 1)
+        T.sync_threads(2, 3 * GROUP)
+        if g.tasks > 0:
+            copy_rows(g, m, 0, 0, 0)
+            T.ptx_commit_group()
+            load_heads(g, m, 0)
+            T.ptx_wait_group(0)
+        T.sync_threads(1, GROUP)
         for task in T.serial(g.tasks):
-            t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
-            h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
-            first = T.alloc_var(INT32, t // g.queries * g.keys)
-            count = T.alloc_var(INT32, slots)
-            if g.use_lengths != 0:
-                count = T.min(T.max(g.lengths[t], 0), slots)
-            load_slots(slot, g.indices, t, 0, count, tx, GROUP)
-            for h in T.Parallel(HEADS):
-                lse[h] = T.if_then_else(h0 + h < heads, g.lse2[t, h0 + h], T.infinity(FP32))
-                delta[h] = T.if_then_else(h0 + h < heads, g.delta[t, h0 + h] * g.scale, 0.0)
-            for b in T.serial(T.max(T.ceildiv(count, BLOCK), 1)):
-                for r in T.unroll(4):
-                    if slot[r] >= g.keys or slot[r] < 0:
-                        slot[r] = -1
-                    source[r] = T.cast(first + T.max(slot[r], 0), "int64") * dim + tx % 8 * 8
-                T.barrier_wait(m.key_free, step % 2 ^ 1)
-                for r in T.unroll(4):
-                    if tx % 8 == 0:
-                        m.rows[step % 2, r * 16 + tx // 8] = slot[r]
+            blocks = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 3])
+            for b in T.serial(blocks):
+                T.call_extern(
+                    "handle",
+                    "slattn::key_rows",
+                    T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
+                    dim,
+                    row.data,
+                    source.data,
+                )
+                T.barrier_wait(m.key_free[0], step % 2 ^ 1)
                 for c in every_piece:
-                    for r in T.unroll(4):
-                        T.call_extern(
-                            "handle",
-                            f"slattn::copy_row<{PIECE // 64}>",
-                            T.access_ptr(m.kv, "w"),
-                            T.call_extern("handle", "slattn::at", T.access_ptr(g.kv, "r"), source[r]),
-                            r * 16 + tx // 8,
-                            tx % 8,
-                            c * (PIECE // 64),
-                            slot[r] >= 0,
-                        )
-                    T.ptx_commit_group()
-                load_slots(slot, g.indices, t, b + 1, count, tx, GROUP)
+                    if c == 1:
+                        T.barrier_wait(m.key_free[1], step % 2 ^ 1)
+                        # The rows of two blocks ago, in whose place these come, are no longer read either.
+                        if b + 1 < blocks:
+                            copy_rows(g, m, step + 1, task, b + 1)
+                        elif task + 1 < g.tasks:
+                            copy_rows(g, m, step + 1, task + 1, 0)
+                    if pieces[c][0] == 2 * SHARE:
+                        T.sync_threads(1, GROUP)  # the front's own share of dQ is formed
+                    gather(g, m, c, row, source)
                 if b == 0:
-                    load_query(g, m, 0, t, h0, turn)
+                    load_query(g, m, 0, task)
+                    plan(g, m, task + 2)
+                    if task + 1 < g.tasks:
+                        load_heads(g, m, task + 1)
                 for c in every_piece:
-                    T.ptx_wait_group(pieces - 1 - c)
+                    T.ptx_wait_group(len(pieces) - 1 - c)
                     T.fence_proxy_async()
                     T.sync_threads(1, GROUP)
                     if b == 0:
-                        if c + 1 < pieces:
-                            load_query(g, m, c + 1, t, h0, turn)
-                        T.barrier_wait(m.query_full[c], turn % 2)
-                    for source, score in ((m.q, s), (m.do, dp)):
-                        T.wgmma_gemm(
-                            source[:, c * PIECE : c * PIECE + PIECE],
-                            m.kv[:, c * PIECE : c * PIECE + PIECE],
-                            score,
-                            transpose_B=True,
-                            clear_accum=c == 0,
-                        )
+                        if c + 1 < len(pieces):
+                            load_query(g, m, c + 1, task)
+                        T.barrier_wait(m.query_full[c], task % 2)
+                    start, width = pieces[c]
+                    T.wgmma_gemm(
+                        m.q[:, start : start + width],
+                        m.kv[:, start : start + width],
+                        s,
+                        transpose_B=True,
+                        clear_accum=c == 0,
+                    )
                 T.wait_wgmma(0)
-                for i, j in T.Parallel(HEADS, BLOCK):
-                    s[i, j] = T.exp2(T.min(s[i, j] * (g.scale * LOG2E) - lse[i], 0.0))
-                    dp[i, j] = s[i, j] * (dp[i, j] * g.scale - delta[i])
-                    s[i, j] = T.Select(m.rows[step % 2, j] >= 0, s[i, j], 0.0)
-                    dp[i, j] = T.Select(m.rows[step % 2, j] >= 0, dp[i, j], 0.0)
-                T.copy(s, m.p[step % 2, :, :])
-                T.copy(dp, m.ds[step % 2, :, :])
+                T.call_extern(
+                    "handle",
+                    "slattn::pack_probabilities",
+                    s.data,
+                    packed.data,
+                    T.access_ptr(m.stats[task % 2, 0, 0], "r"),
+                    g.scale * LOG2E,
+                    m.rows[3, task % 8 * 4 + 2] - b * BLOCK,
+                )
+                T.wgmma_gemm(m.do, m.kv[:, 0:value_dim], dp, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(0)
+                T.barrier_wait(m.scores_free[step % buffers], step // buffers % 2 ^ 1)
+                T.call_extern(
+                    "handle",
+                    "slattn::store_gradients",
+                    packed.data,
+                    dp.data,
+                    T.access_ptr(m.stats[task % 2, 0, 0], "r"),
+                    g.scale,
+                    m.rows[3, task % 8 * 4 + 2] > 0,
+                    T.access_ptr(m.p[step % buffers, 0, 0], "w"),
+                    T.access_ptr(m.ds[step % buffers, 0, 0], "w"),
+                )
                 T.fence_proxy_async()
                 arrive(m.scores_full, 0)
+                T.sync_threads(1, GROUP)
+                T.wgmma_gemm(m.ds[step % buffers, :, :], m.kv[:, 2 * SHARE : dim], dq, clear_accum=b == 0)
+                T.wait_wgmma(0)
                 step += 1
-            turn += 1
+            store_query(g, m, dq, task, 2 * SHARE)
 
     @T.macro
     def chunk(m: Any, dkv: Any, buffer: Any, column: Any):
-        """Issue dkv = P^T dO + dS^T Q for 64 columns."""
-        T.wgmma_gemm(m.p[buffer, :, :], m.do[:, column : column + 64], dkv, transpose_A=True, clear_accum=True)
-        T.wgmma_gemm(m.ds[buffer, :, :], m.q[:, column : column + 64], dkv, transpose_A=True)
+        """Issue dkv = P^T dO + dS^T Q for the columns from `column` on, as many as dkv has."""
+        width = dkv.shape[1]
+        if column < value_dim:
+            T.wgmma_gemm(m.p[buffer, :, :], m.do[:, column : column + width], dkv, transpose_A=True, clear_accum=True)
+        T.wgmma_gemm(
+            m.ds[buffer, :, :], m.q[:, column : column + width], dkv, transpose_A=True, clear_accum=column >= value_dim
+        )
 
     @T.macro
     def back(g: Any, m: Any, group: int):
-        """One back group: its half of the columns of every piece, and of dQ.
+        """One back group: its half of every piece of dKV, and its share of dQ.
 
         The second group forms its first chunk before its dQ, so that reductions go out while the first forms dQ.
         """
-        dq = T.alloc_fragment((HEADS, dim // 2), FP32)
+        dq = T.alloc_fragment((HEADS, SHARE), FP32)
         dkv = T.alloc_fragment((BLOCK, 64), FP32)
         step = T.alloc_var(INT32, 0)
+        chunks = [(c, c * PIECE + group * 64, (0, 64)) for c in range(value_dim // PIECE)]
+        if dim > value_dim:
+            chunks.insert(0, (len(pieces) - 1, value_dim, (group * 32, 32)))
+        T.sync_threads(2, 3 * GROUP)
         for task in T.serial(g.tasks):
-            t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
-            h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
-            first = T.alloc_var(INT32, t // g.queries * g.keys)
-            count = T.alloc_var(INT32, slots)
-            if g.use_lengths != 0:
-                count = T.min(T.max(g.lengths[t], 0), slots)
-            for b in T.serial(T.max(T.ceildiv(count, BLOCK), 1)):
+            blocks = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 3])
+            for b in T.serial(blocks):
                 T.barrier_wait(m.scores_full, step % 2)
-                for c in every_piece:
-                    if c == group:
+                for i, (c, column, part) in tuple(enumerate(chunks)):
+                    if i == 0 and group == 1:
+                        chunk(m, dkv, step % buffers, column)
+                    if i == 0:
                         T.wgmma_gemm(
-                            m.ds[step % 2, :, :],
-                            m.kv[:, group * (dim // 2) : (group + 1) * (dim // 2)],
+                            m.ds[step % buffers, :, :],
+                            m.kv[:, group * SHARE : (group + 1) * SHARE],
                             dq,
                             clear_accum=b == 0,
                         )
-                    chunk(m, dkv, step % 2, c * PIECE + group * 64)
-                    if c == group:
-                        T.wait_wgmma(2)
-                        arrive(m.key_free, 0)
-                        if (b + 1) * BLOCK >= count:
-                            T.call_extern(
-                                "handle",
-                                f"slattn::store_rows<{dim // 2}>",
-                                dq.data,
-                                T.access_ptr(g.grad_q[t, h0, group * (dim // 2)], "w"),
-                                heads - h0,
-                                dim,
-                            )
+                    if i > 0 or group == 0:
+                        chunk(m, dkv, step % buffers, column)
+                    if i == 0 and group == 0:
+                        T.wait_wgmma(1 if column >= value_dim else 2)
+                        arrive(m.key_free, group)
+                        if b + 1 == blocks:
+                            store_query(g, m, dq, task, group * SHARE)
                     T.wait_wgmma(0)
-                    if (b + 1) * BLOCK >= count:
+                    if i == 0 and group == 1:
+                        arrive(m.key_free, group)
+                    if b + 1 == blocks:
                         arrive(m.query_free, c)
-                    reduce_rows(dkv, g.grad_kv, m.rows, step % 2, first, c * PIECE + group * 64)
+                    if i + 1 == len(chunks):
+                        arrive(m.scores_free, step % buffers)
+                    first, width = part
+                    T.call_extern(
+                        "handle",
+                        f"slattn::add_rows<{width}, {first}, {column + first}, {dim}>",
+                        dkv.data,
+                        T.access_ptr(g.grad_kv, "rw"),
+                        T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
+                    )
+                    if i == 0 and group == 1 and b + 1 == blocks:
+                        store_query(g, m, dq, task, group * SHARE)
                 step += 1
 
     @T.prim_func
     def main(
         Q: T.Tensor((tokens, heads, dim), BF16),
         KV: T.Tensor((rows, dim), BF16),
-        GradOut: T.Tensor((tokens, heads, dim), BF16),
-        Indices: T.Tensor((tokens, slots), INT32),
-        Lengths: T.Tensor((lengths,), INT32),
+        GradOut: T.Tensor((tokens, heads, value_dim), BF16),
+        Rows: T.Tensor((tokens, slots), INT32),
+        Counts: T.Tensor((tokens,), INT32),
         Lse2: T.Tensor((tokens, heads), FP32),
         Delta: T.Tensor((tokens, heads), FP32),
         GradQ: T.Tensor((tokens, heads, dim), BF16),
         GradKV: T.Tensor((rows, dim), FP32),
-        queries: T.int32,
-        keys: T.int32,
-        use_lengths: T.int32,
         scale: T.float32,
         sms: T.int32,
     ):
         with T.Kernel(sms, threads=3 * GROUP, prelude=PRELUDE) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
+            tasks = T.alloc_var(INT32, T.truncdiv(tokens * groups - bx + sms - 1, sms))
             g = SimpleNamespace(
                 q=Q,
                 kv=KV,
                 grad_out=GradOut,
-                indices=Indices,
-                lengths=Lengths,
+                rows=Rows,
+                counts=Counts,
                 lse2=Lse2,
                 delta=Delta,
                 grad_q=GradQ,
                 grad_kv=GradKV,
-                queries=queries,
-                keys=keys,
-                use_lengths=use_lengths,
                 scale=scale,
                 sms=sms,
                 bx=bx,
                 groups=groups,
-                tasks=T.ceildiv(tokens * groups - bx, sms),
+                tasks=tasks,
             )
             m = SimpleNamespace(
                 q=T.alloc_shared((HEADS, dim), BF16),
-                do=T.alloc_shared((HEADS, dim), BF16),
+                do=T.alloc_shared((HEADS, value_dim), BF16),
                 kv=T.alloc_shared((BLOCK, dim), BF16),
-                p=T.alloc_shared((2, HEADS, BLOCK), BF16),
-                ds=T.alloc_shared((2, HEADS, BLOCK), BF16),
-                rows=T.alloc_shared((2, BLOCK), INT32),
-                key_free=T.alloc_barrier(2 * WARPS),
+                p=T.alloc_shared((buffers, HEADS, BLOCK), BF16),
+                ds=T.alloc_shared((buffers, HEADS, BLOCK), BF16),
+                rows=T.alloc_shared((4, BLOCK), INT32),  # of three blocks; the fourth row is the notes of `plan`
+                stats=T.alloc_shared((2, 2, HEADS), FP32),
+                key_free=T.alloc_barrier([WARPS] * 2),
                 scores_full=T.alloc_barrier(WARPS),
-                query_full=T.alloc_barrier([WARPS] * pieces),
-                query_free=T.alloc_barrier([2 * WARPS] * pieces),
+                scores_free=T.alloc_barrier([2 * WARPS] * buffers),
+                query_full=T.alloc_barrier([WARPS] * len(pieces)),
+                query_free=T.alloc_barrier([2 * WARPS] * len(pieces)),
             )
             tx = T.get_thread_binding()
+            front_registers, back_registers = config.registers
             if tx < GROUP:
-                T.set_max_nreg(config.front_registers, 0)
+                T.set_max_nreg(front_registers, int(front_registers > 168))
                 front(g, m)
             elif tx < 2 * GROUP:
-                T.set_max_nreg(config.back_registers, 1)
+                T.set_max_nreg(back_registers, int(back_registers > 168))
                 back(g, m, 0)
             else:
-                T.set_max_nreg(config.back_registers, 1)
+                T.set_max_nreg(back_registers, int(back_registers > 168))
                 back(g, m, 1)
 
     return main

@@ -1,11 +1,13 @@
-"""The device program before the backward: delta = <out, grad_out> and the base-2 lse with the sink."""
+"""The small device programs around the backward's: delta = <out, grad_out> and the base-2 lse with the sink before the
+portable one; the rows of kv that count before Hopper's, and dkv out of its table after it.
+"""
 
 from typing import Any
 
 import tilelang.language as T
 
-from slattn.kernels.config import PrepareConfig
-from slattn.kernels.device import BF16, FP32, LOG2E
+from slattn.kernels.config import CompactConfig, FinishConfig, PrepareConfig
+from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE
 
 
 def prepare(config: PrepareConfig) -> Any:
@@ -69,5 +71,75 @@ def prepare(config: PrepareConfig) -> Any:
                                 -delta[i] / (1.0 + T.exp2((lse[i] - sink[i]) * LOG2E)),
                                 0.0,
                             )
+
+    return main
+
+
+def compact(config: CompactConfig) -> Any:
+    """The program that lists each query's rows of kv, without holes.
+
+    Parameters of the program, all contiguous: Indices [T, K]; Lengths [T] (any length, not read, unless use_lengths);
+    Rows [T, K'] with K' >= 64 and a multiple of 64 that is K or more: (written) the rows that the slots which count
+    name, in their order, counted over the whole batch, then -1 up to a multiple of 64 and at least 64; Counts [T]
+    (written), how many those are; queries and keys of a batch entry; use_lengths.
+    """
+    tokens, slots, room, lengths = T.dynamic("tokens, slots, room, lengths")
+
+    @T.prim_func
+    def main(
+        Indices: T.Tensor((tokens, slots), INT32),
+        Lengths: T.Tensor((lengths,), INT32),
+        Rows: T.Tensor((tokens, room), INT32),
+        Counts: T.Tensor((tokens,), INT32),
+        queries: T.int32,
+        keys: T.int32,
+        use_lengths: T.int32,
+    ):
+        warps = config.threads // 32
+        with T.Kernel(T.ceildiv(tokens, warps), threads=config.threads, prelude=PRELUDE) as bx:
+            t = T.alloc_var(INT32, bx * warps + T.get_thread_binding() // 32)
+            count = T.alloc_var(INT32, slots)
+            if t < tokens:
+                if use_lengths != 0:
+                    count = T.min(T.max(Lengths[t], 0), slots)
+                T.call_extern(
+                    "handle",
+                    "slattn::compact_row",
+                    T.access_ptr(Indices[t, 0], "r"),
+                    count,
+                    keys,
+                    t // queries * keys,
+                    T.access_ptr(Rows[t, 0], "w"),
+                    T.access_ptr(Counts[t], "w"),
+                )
+
+    return main
+
+
+def column_in_table(column: Any) -> Any:
+    """Where the Hopper backward's table keeps a column of 32: beside it stand the others of the 4 that a lane adds at
+    once (`add_rows` in `slattn.kernels.device`).
+    """
+    return column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 * 2 + column % 2
+
+
+def finish(config: FinishConfig) -> Any:
+    """The program that takes dkv out of the Hopper backward's table.
+
+    Parameters of the program, all contiguous: Table [N * D / 32, 32] fp32; DKV, the same in the configuration's dtype
+    (written); add, whether DKV is added to instead.
+    """
+    pieces = T.dynamic("pieces")
+
+    @T.prim_func
+    def main(Table: T.Tensor((pieces, 32), FP32), DKV: T.Tensor((pieces, 32), config.dtype), add: T.int32):
+        with T.Kernel(T.ceildiv(pieces, config.threads), threads=config.threads) as bx:
+            value = T.alloc_fragment((config.threads, 32), FP32)
+            for i, j in T.Parallel(config.threads, 32):
+                if bx * config.threads + i < pieces:
+                    value[i, j] = Table[bx * config.threads + i, column_in_table(j)]
+                    if add != 0:
+                        value[i, j] += DKV[bx * config.threads + i, j]
+                    DKV[bx * config.threads + i, j] = value[i, j]
 
     return main
