@@ -13,8 +13,6 @@ from slattn.kernels.config import (
     VALUE_DIMS,
     BackwardConfig,
     ForwardConfig,
-    PrepareConfig,
-    SlotProbsConfig,
     architecture,
     backward_config,
     claimed,
@@ -30,9 +28,9 @@ CLAIMED = claimed()
 def name(config):
     kind = type(config).__name__.removesuffix("Config").lower()
     fields = vars(config)
-    flags = [field for field in ("reference_rounding", "grad_lse") if fields.get(field)]
+    flags = [field for field in ("reference_rounding", "grad_lse", "partials") if fields.get(field)]
     flags += [f"no_{field}" for field in ("dq", "dkv") if fields.get(field) is False]
-    sizes = [str(fields[field]) for field in ("head_tile", "head_dim", "value_dim") if field in fields]
+    sizes = [str(fields[field]) for field in ("head_tile", "head_dim", "value_dim", "dtype") if field in fields]
     return "-".join([TARGETS[config.arch], kind, *sizes, *flags])
 
 
@@ -70,7 +68,7 @@ def ptxas(nvcc, config, text, tilelang):
 
 
 def requested_shared_bytes(config):
-    return 0 if isinstance(config, PrepareConfig) else config.shared_bytes
+    return getattr(config, "shared_bytes", 0)
 
 
 @pytest.mark.parametrize("arch", [80, 100])
@@ -89,9 +87,9 @@ def test_a_warp_holds_16_rows_of_dkv(arch, heads, head_dim):
 
 
 def test_few_enough_to_compile_them_all():
-    """A pair of forward and backward takes 15 s on one core; each of the 17 of the indexer's target takes 4."""
-    assert len([config for config in CLAIMED if not isinstance(config, SlotProbsConfig)]) <= 80
-    assert len(CLAIMED) <= 97
+    """A pair of forward and backward takes 15 s on one core, each of the indexer's target 4, the others 1 or 2."""
+    assert len([config for config in CLAIMED if "ward" in type(config).__name__]) <= 80
+    assert len(CLAIMED) <= 105
 
 
 @pytest.mark.parametrize("arch", TARGETS)

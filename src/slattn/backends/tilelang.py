@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,16 +17,17 @@ from slattn.kernels.config import (
     VALUE_DIMS,
     CompactConfig,
     FinishConfig,
+    FoldConfig,
     HopperBackwardConfig,
     PrepareConfig,
     architecture,
     backward_config,
     forward_config,
-    slot_probs_config,
 )
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
+PARTIAL_BYTES = 2 * 1024**3  # of partial rows at once, in deterministic mode
 INSTALL = "pip install tilelang==0.1.15"
 
 
@@ -42,9 +44,13 @@ def refusal(problem: Problem) -> str | None:
         return f"the kernels count keys in int32, and {problem.batch} batch entries of {problem.keys} are too many"
     if problem.slots > 2**31 - 256:
         return f"the kernels count slots in int32, and {problem.slots} a row are too many"
-    if problem.deterministic:
-        return "the kernels sum dkv by atomics, in an order that differs from run to run"
-    return _machine_refusal(problem.device.index or 0)
+    reason = _machine_refusal(problem.device.index or 0)
+    if reason is None and problem.deterministic and not (_arch(problem.device) == 90 and problem.head_dim >= 512):
+        return (
+            "deterministic gradients come from a kernel for D = 512 and 576 on compute capability 9.0; the others sum "
+            "dkv by atomics, in an order that differs from run to run"
+        )
+    return reason
 
 
 @functools.cache
@@ -213,14 +219,17 @@ def main_backward(
     config = backward_config(
         _arch(q.device), problem.heads, problem.head_dim, grad_lse=grad_lse is not None, dq=need_q, dkv=need_kv
     )
+    if problem.deterministic and need_kv:  # dq alone is summed in registers
+        config = HopperBackwardConfig(problem.head_dim, problem.value_dim, partials=True)
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
+    lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]
     with torch.cuda.device(q.device):
         if isinstance(config, HopperBackwardConfig):
-            assert dq is not None, "the kernel is chosen where both gradients are wanted"
-            add, dkv = dkv is not None, kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
-            _hopper_backward(problem, config, q, kv, indices, topk_length, grad_out, statistics, dq, dkv, add)
-            return dq, dkv
+            call = Call(q, kv, indices, topk_length, grad_out, (*statistics, *lses), grad_lse is not None)
+            into = kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
+            _hopper_backward(problem, config, call, torch.empty_like(q) if dq is None else dq, into, dkv is not None)
+            return dq, into
         total = kv.new_zeros(kv.shape, dtype=torch.float32) if need_kv and dkv is None else dkv
         kernel(config)(
             _rows(q),
@@ -235,73 +244,87 @@ def main_backward(
             problem.keys,
             int(topk_length is not None),
             problem.scale,
-            *((lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)),
+            *lses,
         )
     return dq, dkv if total is None or dkv is not None else total.to(dkv_dtype)
 
 
+@dataclass(frozen=True)
+class Call:
+    """What the Hopper backward reads: the tensors of a call; lse2, delta, lse and grad_lse [T, H]."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    topk_length: Tensor | None
+    grad_out: Tensor
+    statistics: tuple[Tensor, ...]
+    use_grad_lse: bool
+
+
 def _hopper_backward(
-    problem: Problem,
-    config: HopperBackwardConfig,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    topk_length: Tensor | None,
-    grad_out: Tensor,
-    statistics: Pair,
-    dq: Tensor,
-    dkv: Tensor,
-    add: bool,
+    problem: Problem, config: HopperBackwardConfig, call: Call, dq: Tensor, dkv: Tensor, add: bool
 ) -> None:
-    """Write dq and write or add to dkv, which the kernel sums in a table whose columns have an order of their own."""
-    rows = indices.new_empty(problem.tokens, max((problem.slots + 63) // 64, 1) * 64)
-    counts = indices.new_empty(problem.tokens)
+    """Write dq and write dkv or add to it."""
+    room = max((problem.slots + 63) // 64, 1) * 64
+    rows = call.indices.new_full((problem.tokens, room), -1)
+    counts = call.indices.new_empty(problem.tokens)
     kernel(CompactConfig())(
-        indices.view(-1, problem.slots),
-        _flat(topk_length, indices),
+        call.indices.view(-1, problem.slots),
+        _flat(call.topk_length, call.indices),
         rows,
         counts,
         problem.queries,
         problem.keys,
-        int(topk_length is not None),
+        int(call.topk_length is not None),
     )
+    sms = torch.cuda.get_device_properties(dq.device).multi_processor_count
     table = dkv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32)
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    kernel(config)(
-        *(_rows(q), _rows(kv, 1), _rows(grad_out), rows, counts, *statistics, _rows(dq), table, problem.scale, sms)
-    )
-    kernel(FinishConfig(str(dkv.dtype).removeprefix("torch.")))(table.view(-1, 32), dkv.view(-1, 32), int(add))
+    q, kv, grad_out, dq = _rows(call.q), _rows(call.kv, 1), _rows(call.grad_out), _rows(dq)
 
-
-def slot_probs(
-    problem: Problem,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    attn_sink: Tensor | None,
-    topk_length: Tensor | None,
-    lse: Tensor,
-) -> Tensor:
-    """[B, S, K] fp32: each slot's probability, summed over the heads; 0 where a slot does not count."""
-    probs = lse.new_empty(indices.shape)
-    if problem.tokens == 0 or problem.keys == 0:
-        return probs.zero_()
-    lse_all = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.float())
-    indices = int32_indices(indices, problem.keys)
-    with torch.cuda.device(q.device):
-        kernel(slot_probs_config(_arch(q.device), problem.heads, problem.head_dim))(
-            _rows(q),
-            _rows(kv, 1),
-            indices.view(-1, problem.slots),
-            _flat(topk_length, indices),
-            lse_all.view(-1, problem.heads),
-            probs.view(-1, problem.slots),
-            problem.queries,
-            problem.keys,
-            int(topk_length is not None),
+    def launch(part: slice, total: Tensor, exponents: Tensor) -> None:
+        kernel(config)(
+            *(q[part], kv, grad_out[part], rows[part], counts[part]),
+            *(x[part] for x in call.statistics[:2]),
+            *(dq[part], total, exponents),
+            *(x[part] for x in call.statistics[2:]),
+            int(call.use_grad_lse),
             problem.scale,
+            sms,
         )
-    return probs
+
+    if not config.partials:
+        launch(slice(None), table, rows.new_empty(1, problem.head_dim // 64, dtype=torch.uint8))
+        kernel(FinishConfig(str(dkv.dtype).removeprefix("torch.")))(table.view(-1, 32), dkv.view(-1, 32), int(add))
+        return
+    groups = (problem.heads + config.head_tile - 1) // config.head_tile
+    queries = _queries_at_once(groups, room, problem.head_dim, sms)
+    partials = table.new_empty(min(queries, problem.tokens) * groups * room, problem.head_dim, dtype=torch.float16)
+    exponents = rows.new_empty(len(partials), problem.head_dim // 64, dtype=torch.uint8)
+    for start in range(0, problem.tokens, queries):
+        part = slice(start, start + queries)
+        launch(part, partials, exponents)
+        kernel(FoldConfig(problem.head_dim))(
+            partials, exponents, *_by_key(rows[part], len(table), groups), table, groups, room
+        )
+    dkv.copy_(table.view_as(dkv) + dkv if add else table.view_as(dkv))
+
+
+def _queries_at_once(groups: int, room: int, head_dim: int, sms: int) -> int:
+    """Queries whose partial rows fit in `PARTIAL_BYTES`: full rounds of the multiprocessors where that is possible."""
+    tasks = max(PARTIAL_BYTES // (room * (2 * head_dim + head_dim // 64)), groups)
+    return (tasks // sms * sms if tasks >= sms else tasks) // groups
+
+
+def _by_key(rows: Tensor, keys: int, groups: int) -> Pair:
+    """(order, starts): the slots that count sorted by the row of kv that they name, as the first group's partial rows,
+    and where each row's begin. A stable sort keeps queries and slots in their order.
+    """
+    room = rows.shape[1]
+    narrow = rows.view(-1).short() if keys < 2**15 else rows.view(-1)  # sorted by half of the passes
+    row, slot = narrow.sort(stable=True)
+    starts = torch.searchsorted(row, torch.arange(keys + 1, dtype=row.dtype, device=row.device), out_int32=True)
+    return (slot + slot // room * ((groups - 1) * room)).int(), starts
 
 
 def _arch(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from slattn.kernels.config import (
     CompactConfig,
     Config,
     FinishConfig,
+    FoldConfig,
     ForwardConfig,
     HopperBackwardConfig,
     PrepareConfig,
@@ -58,6 +59,8 @@ def program(config: Config) -> Any:
 
     if isinstance(config, CompactConfig):
         return prepare.compact(config)
+    if isinstance(config, FoldConfig):
+        return prepare.fold(config)
     if isinstance(config, FinishConfig):
         return prepare.finish(config)
     return prepare.prepare(config)

@@ -77,10 +77,14 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """One compiled Hopper backward kernel: three warpgroups over 64 heads and 64 slots a step, both gradients."""
+    """One compiled Hopper backward kernel: three warpgroups over 64 heads and 64 slots a step, both gradients.
+
+    `partials`: what each slot adds to dkv is written by itself, for a `FoldConfig` to sum in order.
+    """
 
     head_dim: int
     value_dim: int
+    partials: bool = False
     arch: int = 90
     head_tile: int = 64
 
@@ -96,9 +100,9 @@ class HopperBackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block of threads: Q, dO, a block of keys, P and dS, rows and heads, barriers."""
+        """Shared memory of one block of threads: Q, dO, a block of keys, P and dS, heads, rows, barriers."""
         numbers = 64 * (2 * self.head_dim + self.value_dim) + self.score_buffers * 2 * 64 * 64
-        return 2 * numbers + 16 * 64 + 16 * 64 + 1024
+        return 2 * numbers + 24 * 64 + 1024
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,19 @@ class CompactConfig:
 
 
 @dataclass(frozen=True)
+class FoldConfig:
+    """One compiled kernel that adds up the partial rows of each key, in their order, 8 columns a thread."""
+
+    head_dim: int
+    arch: int = 90
+
+    @property
+    def threads(self) -> int:
+        """One for each 8 columns."""
+        return self.head_dim // 8
+
+
+@dataclass(frozen=True)
 class FinishConfig:
     """One compiled kernel that takes dkv out of the Hopper backward's table, in `dtype`."""
 
@@ -166,6 +183,7 @@ Config = (
     | PrepareConfig
     | CompactConfig
     | FinishConfig
+    | FoldConfig
     | SlotProbsConfig
 )
 
@@ -231,7 +249,7 @@ def backward_config(
     covers the heads and fits.
     """
     widest = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
-    if arch == 90 and widest == 64 and head_dim >= 512 and dq and dkv and not grad_lse:
+    if arch == 90 and widest == 64 and head_dim >= 512 and dq and dkv:
         return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim])
     for tile in (tile for tile in head_tiles(head_dim) if tile <= widest):
         threads = 128 if tile == 16 or head_dim < 256 else 256
@@ -269,10 +287,11 @@ def claimed() -> list[Config]:
             configs += [forward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
             configs += [backward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
     configs += [forward_config(90, 64, 512, reference_rounding=True)]
-    configs += [backward_config(90, 64, head_dim, grad_lse=True) for head_dim in (512, 576)]
+    configs += [backward_config(90, heads, 576, grad_lse=True) for heads in (16, 64)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
     configs += [PrepareConfig(arch) for arch in TARGETS] + [CompactConfig()]
     configs += [FinishConfig("bfloat16"), FinishConfig("float32")]
+    configs += [kind for dim in (512, 576) for kind in (HopperBackwardConfig(dim, 512, partials=True), FoldConfig(dim))]
     configs += [
         slot_probs_config(arch, heads, head_dim) for arch in TARGETS for head_dim in VALUE_DIMS for heads in (64, 128)
     ]

@@ -112,8 +112,9 @@ __device__ __forceinline__ void gather_columns(void* tile, const void* table, co
 }
 
 // The two halves of a block's softmax gradient, on [64 heads, 64 slots] fp32 accumulators. Between them P is kept in
-// fp16, at 2^15 times its value, so that it takes half of the registers: its 11 bits are 8 times finer than the bf16
-// that the products take. stats is the lse [64], base 2, and delta [64] of the heads.
+// fp16, at 2^15 times its value, for half of the registers: 11 bits are 8 times finer than the bf16 of the products.
+// stats is, of the heads, [64] each: lse over the keys alone, base 2; what the sink leaves of P; that times delta, less
+// the gradient of lse.
 constexpr float kUnit = 32768.f;
 
 // pack_probabilities makes P = exp2(s * scale - lse) of the first `left` slots, zeros for the others.
@@ -144,13 +145,14 @@ __device__ __forceinline__ void store_matrices(unsigned to, const unsigned* pair
 #endif
 }
 
-// store_gradients writes P and dS = P (dP - delta) scale as bf16, in the tensor core's 128-byte swizzle. Where the row
-// is empty, dS is 0 whatever dP is.
+// store_gradients writes P and dS as bf16, in the tensor core's 128-byte swizzle. Where the row is empty, dS is 0
+// whatever dP is.
 __device__ __forceinline__ void store_gradients(const unsigned* packed, const float* dp, const float* stats,
                                                 float scale, bool counts, void* p_tile, void* ds_tile) {
   const unsigned t = thread();
-  const float* delta = stats + 64 + t / 32 % 4 * 16 + t % 32 / 4;
-  const float unit = 1.f / kUnit, factor = scale / kUnit, shift[2] = {-delta[0] * factor, -delta[8] * factor};
+  const float* left = stats + 64 + t / 32 % 4 * 16 + t % 32 / 4;
+  const float unit[2] = {left[0] / kUnit, left[8] / kUnit}, factor[2] = {unit[0] * scale, unit[1] * scale};
+  const float shift[2] = {-left[64] * (scale / kUnit), -left[72] * (scale / kUnit)};
   const unsigned at = t % 16 * 128 + t / 32 % 4 * 2048 + ((t / 16 ^ t) & 1) * 16 + (t & 6) * 16;
   const unsigned p_to = shared_address(p_tile) + at, ds_to = shared_address(ds_tile) + at;
 #pragma unroll
@@ -159,9 +161,9 @@ __device__ __forceinline__ void store_gradients(const unsigned* packed, const fl
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&packed[i * 4 + j]));
-      p[j] = bf16_pair(two.x * unit, two.y * unit);
-      ds[j] = bf16_pair(two.x * fmaf(dp[i * 8 + j * 2], factor, shift[j % 2]),
-                        two.y * fmaf(dp[i * 8 + j * 2 + 1], factor, shift[j % 2]));
+      p[j] = bf16_pair(two.x * unit[j % 2], two.y * unit[j % 2]);
+      ds[j] = bf16_pair(two.x * fmaf(dp[i * 8 + j * 2], factor[j % 2], shift[j % 2]),
+                        two.y * fmaf(dp[i * 8 + j * 2 + 1], factor[j % 2], shift[j % 2]));
       ds[j] = counts ? ds[j] : 0;
     }
     store_matrices(p_to ^ i * 32, p);
@@ -223,6 +225,86 @@ __device__ __forceinline__ void add_rows(const float* tile, float* table, const 
       reduce4(row.y >= 0, table + static_cast<int64_t>(row.y) * kDim + group * 32, uneven);
     }
   }
+}
+
+// The deterministic way: each row of each chunk of dkv is written by itself, in fp16, and fold_rows adds up a key's in
+// their order. 64 columns of a row share a power of two, so that their largest is below 2^15; `exponents` keeps it as
+// that largest one's exponent in fp32. A lane's 4 x 2 columns stand together: 16 bytes, and a quad writes 64.
+
+// write_rows writes columns from the kFirst-th on, 32 or 64, of a [64, 64] fp32 accumulator tile that stands for the
+// columns from the kColumn-th on, to the 64 rows from `row` on of partials [.., kDim] and exponents [.., kDim / 64].
+template <int kColumns, int kFirst, int kColumn, int kDim>
+__device__ __forceinline__ void write_rows(const float* tile, void* partials, unsigned char* exponents, int64_t row) {
+  const unsigned t = thread();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int64_t at = row + t / 32 % 4 * 16 + half * 8 + t % 32 / 4;
+    float top = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const float x = fabsf(tile[i / 2 * 4 + half * 2 + i % 2]);
+      top = x < INFINITY ? fmaxf(top, x) : top;
+    }
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    const unsigned exponent = max(__float_as_uint(top) >> 23, 15u);
+    const float factor = __uint_as_float((268u - exponent) << 23);
+    auto* to = static_cast<__half*>(partials) + at * kDim + kColumn + t % 4 * 8;
+#pragma unroll
+    for (int i = kFirst / 32; i < (kFirst + kColumns) / 32; i++) {
+      unsigned pair[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float* f = tile + (i * 4 + j) * 4 + half * 2;
+        const __half2 two = __floats2half2_rn(f[0] * factor, f[1] * factor);
+        pair[j] = *reinterpret_cast<const unsigned*>(&two);
+      }
+      *reinterpret_cast<uint4*>(to + i * 32) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+    if (t % 4 == 0) exponents[at * (kDim / 64) + kColumn / 64] = exponent;
+  }
+}
+
+// fold_rows adds to a key's row of dkv, fp32, the partial rows that `order` names from `begin` to `end`, each for all
+// the groups of 64 heads, `room` rows apart, strictly one after another. kDim / 8 threads, 8 columns each.
+template <int kDim>
+__device__ __forceinline__ void fold_rows(const void* partials, const unsigned char* exponents, const int* order,
+                                          int begin, int end, int groups, int room, float* dkv) {
+  constexpr int kAhead = 8;
+  const int t = threadIdx.x;
+  float* to = dkv + t / 8 * 64 + t / 4 % 2 * 32 + t % 4 * 2;
+  float sum[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum[i] = to[i / 2 * 8 + i % 2];
+  int group = 0;
+  while (begin < end) {
+    uint4 part[kAhead];
+    unsigned exponent[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; k++) {
+      exponent[k] = 0;
+      if (begin < end) {
+        const int64_t row = order[begin] + static_cast<int64_t>(group) * room;
+        part[k] = __ldcs(static_cast<const uint4*>(partials) + row * (kDim / 8) + t);
+        exponent[k] = exponents[row * (kDim / 64) + t / 8];
+        if (++group == groups) group = 0, begin++;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; k++)
+      if (exponent[k]) {
+        const float factor = __uint_as_float((exponent[k] - 14) << 23);
+        const unsigned pair[4] = {part[k].x, part[k].y, part[k].z, part[k].w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&pair[i]));
+          sum[i * 2] = fmaf(two.x, factor, sum[i * 2]);
+          sum[i * 2 + 1] = fmaf(two.y, factor, sum[i * 2 + 1]);
+        }
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) to[i / 2 * 8 + i % 2] = sum[i];
 }
 
 // store_rows writes a [64, 32k] fp32 accumulator tile as bf16 rows in global memory. The 4 lanes of a quad, which hold

@@ -33,12 +33,18 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     Parameters of the program, all contiguous: Q [T, H, D], KV [N, D], GradOut [T, H, d_v], bf16; Rows [T, K'] and
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
-    empty row) and Delta (<out, grad_out>) [T, H] fp32; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to),
+    empty row) and Delta (<out, grad_out>) [T, H] fp32, later Lse (natural, keys only) and GradLse, read with
+    use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to),
     its columns in the order of `slattn.kernels.prepare.finish`; scale; sms, the number of blocks of threads to launch,
     which share the queries.
+
+    With `partials` GradKV is [T * G * K', D] fp16, G = H / 64 rounded up, with Exponents [T * G * K', D / 64] uint8
+    after it, both written: each slot's share of its key's gradient, by groups of 64 heads (`write_rows` in
+    `slattn.kernels.device`). Otherwise Exponents is not read.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
+    partials, exponents = T.dynamic("partials, exponents")
     # (start, width) of the columns gathered at a time. A Python loop over these writes its body out for each.
     pieces = tuple((c, min(PIECE, dim - c)) for c in range(0, dim, PIECE))
     every_piece = tuple(range(len(pieces)))
@@ -53,21 +59,19 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     @T.macro
     def plan(g: Any, m: Any, task: Any):
-        """Note a task's query, its first head, its slots and their blocks, for all three groups."""
+        """Note a task's query, its first head and the number of its slots, for all three groups."""
         if task < g.tasks and T.get_thread_binding() == 0:
             t = T.alloc_var(INT32, T.truncdiv(g.bx + task * g.sms, g.groups))
-            m.rows[3, task % 8 * 4 + 0] = t
-            m.rows[3, task % 8 * 4 + 1] = T.truncmod(g.bx + task * g.sms, g.groups) * HEADS
-            count = T.alloc_var(INT32, g.counts[t])
-            m.rows[3, task % 8 * 4 + 2] = count
-            m.rows[3, task % 8 * 4 + 3] = T.max(T.ceildiv(count, BLOCK), 1)
+            m.task[task % 8, 0] = t
+            m.task[task % 8, 1] = T.truncmod(g.bx + task * g.sms, g.groups) * HEADS
+            m.task[task % 8, 2] = g.counts[t]
 
     @T.macro
     def load_query(g: Any, m: Any, c: int, task: Any):
         """Start loading piece `c` of the columns of Q and dO, once the last query's is no longer read."""
         start, width = pieces[c]
-        t = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 0])
-        h0 = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 1])
+        t = T.alloc_var(INT32, m.task[task % 8, 0])
+        h0 = T.alloc_var(INT32, m.task[task % 8, 1])
         T.barrier_wait(m.query_free[c], task % 2 ^ 1)
         T.tma_copy(
             g.q[t, h0 : h0 + HEADS, start : start + width], m.q[:, start : start + width], barrier=m.query_full[c]
@@ -82,19 +86,38 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     @T.macro
     def load_heads(g: Any, m: Any, task: Any):
-        """Bring the base-2 lse and delta of a task's heads."""
+        """Bring lse and delta of a task's heads. A gradient of lse acts on P without the sink: P is made so then."""
         tx = T.get_thread_binding()
-        t = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 0])
-        h = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 1] + tx % HEADS)
+        t = T.alloc_var(INT32, m.task[task % 8, 0])
+        h = T.alloc_var(INT32, m.task[task % 8, 1] + tx)
+        lse = T.alloc_var(FP32, T.infinity(FP32))
+        left = T.alloc_var(FP32, 1.0)
+        delta = T.alloc_var(FP32, 0.0)
         if tx < HEADS:
-            m.stats[task % 2, 0, tx] = T.if_then_else(h < heads, g.lse2[t, h], T.infinity(FP32))
-        else:
-            m.stats[task % 2, 1, tx % HEADS] = T.if_then_else(h < heads, g.delta[t, h], 0.0)
+            if h < heads:
+                lse = g.lse2[t, h]
+                delta = g.delta[t, h]
+                if g.use_grad_lse != 0:
+                    left = T.if_then_else(g.lse[t, h] < T.infinity(FP32), T.exp2(g.lse[t, h] * LOG2E - lse), 0.0)
+                    lse = g.lse[t, h] * LOG2E
+                    delta = left * delta - g.grad_lse[t, h]
+            m.stats[task % 2, 0, tx] = lse
+            m.stats[task % 2, 1, tx] = left
+            m.stats[task % 2, 2, tx] = delta
 
     @T.macro
     def store_query(g: Any, m: Any, dq: Any, task: Any, column: int):
         """Write a group's share of a task's dQ."""
-        store_rows(dq, g.grad_q, m.rows[3, task % 8 * 4 + 0], m.rows[3, task % 8 * 4 + 1], heads, column)
+        store_rows(dq, g.grad_q, m.task[task % 8, 0], m.task[task % 8, 1], heads, column)
+
+    def blocks_of(m: Any, task: Any) -> Any:
+        """The blocks of a task's slots; one where there are none, which makes dQ zero."""
+        return T.max(T.ceildiv(m.task[task % 8, 2], BLOCK), 1)
+
+    def partial_row(g: Any, m: Any, task: Any, b: Any) -> Any:
+        """The first partial row of a task's block."""
+        pair = m.task[task % 8, 0] * g.groups + m.task[task % 8, 1] // HEADS
+        return T.cast(pair, "int64") * slots + b * BLOCK
 
     @T.macro
     def copy_rows(g: Any, m: Any, step: Any, task: Any, b: Any):
@@ -104,7 +127,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 "handle",
                 "slattn::copy_16",
                 T.access_ptr(m.rows[T.truncmod(step, 3), T.get_thread_binding() * 4], "w", 4),
-                T.access_ptr(g.rows[m.rows[3, task % 8 * 4 + 0], b * BLOCK + T.get_thread_binding() * 4], "r", 4),
+                T.access_ptr(g.rows[m.task[task % 8, 0], b * BLOCK + T.get_thread_binding() * 4], "r", 4),
             )
 
     @T.macro
@@ -140,7 +163,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             T.ptx_wait_group(0)
         T.sync_threads(1, GROUP)
         for task in T.serial(g.tasks):
-            blocks = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 3])
+            blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
                 T.call_extern(
                     "handle",
@@ -155,7 +178,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     if c == 1:
                         T.barrier_wait(m.key_free[1], step % 2 ^ 1)
                         # The rows of two blocks ago, in whose place these come, are no longer read either.
-                        if b + 1 < blocks:
+                        if b + 1 < blocks_of(m, task):
                             copy_rows(g, m, step + 1, task, b + 1)
                         elif task + 1 < g.tasks:
                             copy_rows(g, m, step + 1, task + 1, 0)
@@ -191,7 +214,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     packed.data,
                     T.access_ptr(m.stats[task % 2, 0, 0], "r"),
                     g.scale * LOG2E,
-                    m.rows[3, task % 8 * 4 + 2] - b * BLOCK,
+                    m.task[task % 8, 2] - b * BLOCK,
                 )
                 T.wgmma_gemm(m.do, m.kv[:, 0:value_dim], dp, transpose_B=True, clear_accum=True)
                 T.wait_wgmma(0)
@@ -203,7 +226,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     dp.data,
                     T.access_ptr(m.stats[task % 2, 0, 0], "r"),
                     g.scale,
-                    m.rows[3, task % 8 * 4 + 2] > 0,
+                    m.task[task % 8, 2] > 0,
                     T.access_ptr(m.p[step % buffers, 0, 0], "w"),
                     T.access_ptr(m.ds[step % buffers, 0, 0], "w"),
                 )
@@ -239,7 +262,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             chunks.insert(0, (len(pieces) - 1, value_dim, (group * 32, 32)))
         T.sync_threads(2, 3 * GROUP)
         for task in T.serial(g.tasks):
-            blocks = T.alloc_var(INT32, m.rows[3, task % 8 * 4 + 3])
+            blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
                 T.barrier_wait(m.scores_full, step % 2)
                 for i, (c, column, part) in tuple(enumerate(chunks)):
@@ -267,13 +290,23 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     if i + 1 == len(chunks):
                         arrive(m.scores_free, step % buffers)
                     first, width = part
-                    T.call_extern(
-                        "handle",
-                        f"slattn::add_rows<{width}, {first}, {column + first}, {dim}>",
-                        dkv.data,
-                        T.access_ptr(g.grad_kv, "rw"),
-                        T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
-                    )
+                    if config.partials:
+                        T.call_extern(
+                            "handle",
+                            f"slattn::write_rows<{width}, {first}, {column}, {dim}>",
+                            dkv.data,
+                            T.access_ptr(g.grad_kv, "w"),
+                            T.access_ptr(g.exponents, "w"),
+                            partial_row(g, m, task, b),
+                        )
+                    else:
+                        T.call_extern(
+                            "handle",
+                            f"slattn::add_rows<{width}, {first}, {column + first}, {dim}>",
+                            dkv.data,
+                            T.access_ptr(g.grad_kv, "rw"),
+                            T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
+                        )
                     if i == 0 and group == 1 and b + 1 == blocks:
                         store_query(g, m, dq, task, group * SHARE)
                 step += 1
@@ -288,7 +321,11 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         Lse2: T.Tensor((tokens, heads), FP32),
         Delta: T.Tensor((tokens, heads), FP32),
         GradQ: T.Tensor((tokens, heads, dim), BF16),
-        GradKV: T.Tensor((rows, dim), FP32),
+        GradKV: T.Tensor((partials if config.partials else rows, dim), "float16" if config.partials else FP32),
+        Exponents: T.Tensor((exponents, dim // 64), "uint8"),
+        Lse: T.Tensor((tokens, heads), FP32),
+        GradLse: T.Tensor((tokens, heads), FP32),
+        use_grad_lse: T.int32,
         scale: T.float32,
         sms: T.int32,
     ):
@@ -303,6 +340,10 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 counts=Counts,
                 lse2=Lse2,
                 delta=Delta,
+                lse=Lse,
+                grad_lse=GradLse,
+                use_grad_lse=use_grad_lse,
+                exponents=Exponents,
                 grad_q=GradQ,
                 grad_kv=GradKV,
                 scale=scale,
@@ -317,8 +358,11 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 kv=T.alloc_shared((BLOCK, dim), BF16),
                 p=T.alloc_shared((buffers, HEADS, BLOCK), BF16),
                 ds=T.alloc_shared((buffers, HEADS, BLOCK), BF16),
-                rows=T.alloc_shared((4, BLOCK), INT32),  # of three blocks; the fourth row is the notes of `plan`
-                stats=T.alloc_shared((2, 2, HEADS), FP32),
+                stats=T.alloc_shared((2, 3, HEADS), FP32),
+                # The rows of three blocks, and the notes of `plan`, in static memory: beside the barriers there is room
+                # before the tiles.
+                rows=T.alloc_shared((3, BLOCK), INT32, scope="shared"),
+                task=T.alloc_shared((8, 3), INT32, scope="shared"),
                 key_free=T.alloc_barrier([WARPS] * 2),
                 scores_full=T.alloc_barrier(WARPS),
                 scores_free=T.alloc_barrier([2 * WARPS] * buffers),

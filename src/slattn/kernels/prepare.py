@@ -6,7 +6,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from slattn.kernels.config import CompactConfig, FinishConfig, PrepareConfig
+from slattn.kernels.config import CompactConfig, FinishConfig, FoldConfig, PrepareConfig
 from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE
 
 
@@ -141,5 +141,42 @@ def finish(config: FinishConfig) -> Any:
                     if add != 0:
                         value[i, j] += DKV[bx * config.threads + i, j]
                     DKV[bx * config.threads + i, j] = value[i, j]
+
+    return main
+
+
+def fold(config: FoldConfig) -> Any:
+    """The program that adds up the Hopper backward's partial rows.
+
+    Parameters of the program, all contiguous: Partials [X, D] fp16 and Exponents [X, D / 64] uint8, as the backward
+    wrote them; Order [P], the first group's row of each slot, sorted by the key that it names; Starts [N + 1], where
+    each key's begin; DKV [N, D] fp32 (added to); groups of heads, and room, the rows between two of them.
+    """
+    dim = config.head_dim
+    partials, pairs, keys, starts = T.dynamic("partials, pairs, keys, starts")
+
+    @T.prim_func
+    def main(
+        Partials: T.Tensor((partials, dim), "float16"),
+        Exponents: T.Tensor((partials, dim // 64), "uint8"),
+        Order: T.Tensor((pairs,), INT32),
+        Starts: T.Tensor((starts,), INT32),
+        DKV: T.Tensor((keys, dim), FP32),
+        groups: T.int32,
+        room: T.int32,
+    ):
+        with T.Kernel(keys, threads=config.threads, prelude=PRELUDE) as bx:
+            T.call_extern(
+                "handle",
+                f"slattn::fold_rows<{dim}>",
+                T.access_ptr(Partials, "r"),
+                T.access_ptr(Exponents, "r"),
+                T.access_ptr(Order, "r"),
+                Starts[bx],
+                Starts[bx + 1],
+                groups,
+                room,
+                T.access_ptr(DKV[bx, 0], "rw"),
+            )
 
     return main
