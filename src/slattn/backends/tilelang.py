@@ -23,6 +23,7 @@ from slattn.kernels.config import (
     architecture,
     backward_config,
     forward_config,
+    slot_probs_config,
 )
 from slattn.problem import Problem, int32_indices
 
@@ -247,6 +248,37 @@ def main_backward(
             *lses,
         )
     return dq, dkv if total is None or dkv is not None else total.to(dkv_dtype)
+
+
+def slot_probs(
+    problem: Problem,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    attn_sink: Tensor | None,
+    topk_length: Tensor | None,
+    lse: Tensor,
+) -> Tensor:
+    """[B, S, K] fp32: each slot's probability, summed over the heads; 0 where a slot does not count."""
+    probs = lse.new_empty(indices.shape)
+    if problem.tokens == 0 or problem.keys == 0:
+        return probs.zero_()
+    lse_all = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.float())
+    indices = int32_indices(indices, problem.keys)
+    with torch.cuda.device(q.device):
+        kernel(slot_probs_config(_arch(q.device), problem.heads, problem.head_dim))(
+            _rows(q),
+            _rows(kv, 1),
+            indices.view(-1, problem.slots),
+            _flat(topk_length, indices),
+            lse_all.view(-1, problem.heads),
+            probs.view(-1, problem.slots),
+            problem.queries,
+            problem.keys,
+            int(topk_length is not None),
+            problem.scale,
+        )
+    return probs
 
 
 @dataclass(frozen=True)
