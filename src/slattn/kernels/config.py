@@ -244,9 +244,8 @@ def backward_config(
 ) -> BackwardConfig | HopperBackwardConfig:
     """The backward's configuration for a head count.
 
-    On Hopper its own kernel where it is written for the call: 1.18 times as fast as the portable one in one run, at 64
-    heads, D = 512 and K = 640 or 2048, and faster since (docs/performance.md). Elsewhere the widest head tile that
-    covers the heads and fits.
+    On Hopper its own kernel where it is written for the call: 1.2 times as fast as the portable one at 64 and 128 heads
+    (docs/performance.md). Elsewhere the widest head tile that covers the heads and fits.
     """
     widest = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
     if arch == 90 and widest == 64 and head_dim >= 512 and dq and dkv:

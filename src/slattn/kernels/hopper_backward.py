@@ -5,13 +5,13 @@ columns land, and leaves P and dS in shared memory; the two back groups form dKV
 into the fp32 dkv straight from registers. Each of the three keeps its share of the columns of dQ in registers over the
 whole row.
 
-    front     | gather b+1, S, dP, softmax of b+1 | dQ b+1 | gather b+2 ...
-    back 0    | dQ b | dKV b: 4 chunks, each reduced       | dQ b+1 | ...
-    back 1    | dKV b: a chunk; dQ b behind its reductions | ...
+    front     | gather b+1, S, softmax, dP of b+1 | dQ b+1 | gather b+2 ...
+    back 0    | dQ b, dKV b: 4 chunks, each reduced        | dQ b+1, dKV b+1 ...
+    back 1    | dKV b: a chunk, dQ b; the other chunks     | dKV b+1 ...
 
-The reductions are the limit (docs/performance.md), so everything else is arranged to run behind them: dQ comes first
-and releases the key buffer, by the shares of the groups; and a query's Q and dO are replaced piece by piece while the
-last block's chunks still go out.
+There is one key buffer, so dQ comes early and releases it, a group's share of the columns at a time; and a query's Q
+and dO are replaced piece by piece while the last block's chunks still go out. docs/performance.md has the figures and
+what bounds it.
 """
 
 from types import SimpleNamespace
@@ -34,9 +34,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Parameters of the program, all contiguous: Q [T, H, D], KV [N, D], GradOut [T, H, d_v], bf16; Rows [T, K'] and
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row) and Delta (<out, grad_out>) [T, H] fp32, later Lse (natural, keys only) and GradLse, read with
-    use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to),
-    its columns in the order of `slattn.kernels.prepare.finish`; scale; sms, the number of blocks of threads to launch,
-    which share the queries.
+    use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
+    `slattn.kernels.prepare.finish`; scale; sms, the number of blocks of threads to launch, which share the queries.
 
     With `partials` GradKV is [T * G * K', D] fp16, G = H / 64 rounded up, with Exponents [T * G * K', D / 64] uint8
     after it, both written: each slot's share of its key's gradient, by groups of 64 heads (`write_rows` in
@@ -48,7 +47,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     # (start, width) of the columns gathered at a time. A Python loop over these writes its body out for each.
     pieces = tuple((c, min(PIECE, dim - c)) for c in range(0, dim, PIECE))
     every_piece = tuple(range(len(pieces)))
-    # (start, width) of a back group's chunks of dKV, the columns past d_v first, and the piece that each reads.
 
     @T.macro
     def arrive(barriers: Any, index: Any):
@@ -252,7 +250,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     def back(g: Any, m: Any, group: int):
         """One back group: its half of every piece of dKV, and its share of dQ.
 
-        The second group forms its first chunk before its dQ, so that reductions go out while the first forms dQ.
+        The second group forms its first chunk before its dQ, so that the two do not wait for each other's.
         """
         dq = T.alloc_fragment((HEADS, SHARE), FP32)
         dkv = T.alloc_fragment((BLOCK, 64), FP32)
