@@ -367,7 +367,7 @@ def test_auto_takes_the_first_that_does_not_refuse(monkeypatch: pytest.MonkeyPat
 def test_a_named_backend_never_falls_back(backend: str):
     """On a CPU both kernels refuse, in a sentence that names the backend and the reason; forward and select alike."""
     arguments = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(5, 512).bfloat16(), torch.zeros(2, 4, dtype=torch.int32)
-    for function in (slattn.sparse_attention, slattn.select_backend):
+    for function in (slattn.sparse_attention, slattn.select_backend, slattn.select_kernels):
         with pytest.raises(slattn.BackendRefusal, match=f"^backend '{backend}' cannot run this call: .*cpu"):
             function(*arguments, backend=backend)
 

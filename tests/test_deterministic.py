@@ -1,12 +1,58 @@
-"""Deterministic mode of the kernels: how queries are taken at once and slots sorted by key, and that the bits stay."""
+"""Deterministic mode of the kernels: when it is chosen, how queries are taken at once and slots sorted by key, and that
+the bits stay.
+"""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
+import slattn
 from slattn import testing
 from slattn.backends import tilelang
+from slattn.problem import describe
+
+
+@pytest.fixture
+def _hopper(monkeypatch):
+    monkeypatch.setattr(tilelang, "_machine_refusal", lambda device: None)
+    monkeypatch.setattr(tilelang, "_arch", lambda device: 90)
+
+
+def on_a_gpu(head_dim, deterministic):
+    q = torch.empty(2, 16, head_dim, dtype=torch.bfloat16)
+    d_v = 512 if head_dim == 576 else None
+    call = describe(
+        q, q.new_empty(5, head_dim), torch.empty(2, 4, dtype=torch.int32), d_v=d_v, deterministic=deterministic
+    )
+    return dataclasses.replace(call, device=torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("head_dim", [512, 576])
+def test_which_kernels_run_can_be_asked(head_dim):
+    usual, same_bits = (tilelang.kernels(on_a_gpu(head_dim, deterministic)) for deterministic in (False, True))
+    assert usual["forward"] == same_bits["forward"]
+    assert usual["backward"].startswith("BackwardConfig(arch=90, head_tile=16")
+    assert same_bits["backward"].startswith("HopperBackwardConfig")
+    assert "partials=True" in same_bits["backward"]
+    assert tilelang.refusal(on_a_gpu(head_dim, True)) is None
+
+
+def test_a_backend_without_a_choice_names_itself():
+    q, kv, indices = torch.zeros(2, 16, 64), torch.zeros(5, 64), torch.zeros(2, 4, dtype=torch.int32)
+    assert slattn.select_kernels(q, kv, indices) == {"backend": "reference"}
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_below_512_it_is_refused():
+    assert tilelang.refusal(on_a_gpu(256, False)) is None
+    reason = tilelang.refusal(on_a_gpu(256, True))
+    assert reason is not None
+    assert "D = 512 and 576 on compute capability 9.0" in reason
+    assert reason.endswith("differs from run to run")
 
 
 def test_slots_stand_in_their_order_under_each_key():

@@ -21,6 +21,7 @@ LAYERS = {
     "slattn.reference": 1,
     "slattn.kernels": 1,
     "slattn.backends": 2,
+    "slattn.selection": 3,
     "slattn.ops": 3,
     "slattn.indexer": 4,
     "slattn": 5,

@@ -2,7 +2,8 @@
 
 from slattn.backends import BackendRefusal
 from slattn.indexer import attention_slot_probs, indexer_loss
-from slattn.ops import select_backend, sparse_attention, sparse_attention_backward
+from slattn.ops import sparse_attention, sparse_attention_backward
+from slattn.selection import select_backend, select_kernels
 
 __version__ = "0.1.0"
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "attention_slot_probs",
     "indexer_loss",
     "select_backend",
+    "select_kernels",
     "sparse_attention",
     "sparse_attention_backward",
 ]

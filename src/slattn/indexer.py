@@ -69,7 +69,7 @@ def attention_slot_probs(
             f"lse must be [.., H] = {list(q.shape[:-1])} on {q.device}; got {list(lse.shape)} on {lse.device}"
         )
     probs: Tensor = torch.ops.slattn.slot_probs(
-        q, kv, indices, lse, attn_sink, topk_length, problem.scale, ops.backend_name(backend)
+        q, kv, indices, lse, attn_sink, topk_length, problem.scale, backends.backend_name(backend)
     )
     return probs
 

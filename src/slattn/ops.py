@@ -95,7 +95,7 @@ def sparse_attention(
         problem.scale,
         problem.value_dim,
         problem.deterministic,
-        backend_name(backend),
+        backends.backend_name(backend),
     )
     return (out, lse) if return_lse else out
 
@@ -158,47 +158,12 @@ def sparse_attention_backward(
         gradients = iter(
             torch.ops.slattn.backward(
                 *(q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse),
-                *(problem.scale, problem.value_dim, problem.deterministic, backend_name(backend), wanted),
+                *(problem.scale, problem.value_dim, problem.deterministic, backends.backend_name(backend), wanted),
                 kv.dtype if dkv_dtype is None else dkv_dtype,
             )
         )
     dq, dkv, dsink = (next(gradients) if want else None for want in wanted)
     return dq, dkv, dsink
-
-
-def select_backend(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    *,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    scale: float | None = None,
-    d_v: int | None = None,
-    deterministic: bool | None = None,
-    backend: str = "auto",
-) -> str:
-    """The name of the backend that `sparse_attention` runs for these arguments. Raises as it does."""
-    problem = describe(
-        q,
-        kv,
-        indices,
-        scale=scale,
-        attn_sink=attn_sink,
-        topk_length=topk_length,
-        d_v=d_v,
-        deterministic=deterministic,
-    )
-    return backends.choose(problem, backend_name(backend))
-
-
-def backend_name(backend: str) -> str:
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a str; got {type(backend).__name__}")
-    if backend != "auto" and backend not in backends.MODULES:
-        names = ", ".join(map(repr, backends.MODULES))
-        raise ValueError(f"backend must be 'auto' or one of {names}; got {backend!r}")
-    return backend
 
 
 def batched(

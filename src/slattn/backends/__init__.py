@@ -7,7 +7,8 @@ A backend is a module with three functions, all on the batched form of a call (s
     backward(problem, q, kv, indices, attn_sink, topk_length, out, lse, grad_out, grad_lse, *,
              needs, dkv_dtype) -> (dq, dkv, dsink), None where `needs` says so
 
-and, where it has one, a fourth: slot_probs(problem, q, kv, indices, attn_sink, topk_length, lse) -> probs.
+and, where it has them, slot_probs(problem, q, kv, indices, attn_sink, topk_length, lse) -> probs, and
+kernels(problem) -> {"forward": ..., "backward": ...}, which of its kernels it would run.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ def load(name: str) -> Any:
     if name not in MODULES:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, MODULES))}; got {name!r}")
     return importlib.import_module(MODULES[name])
+
+
+def backend_name(backend: str) -> str:
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str; got {type(backend).__name__}")
+    if backend != "auto" and backend not in MODULES:
+        names = ", ".join(map(repr, MODULES))
+        raise ValueError(f"backend must be 'auto' or one of {names}; got {backend!r}")
+    return backend
 
 
 def choose(problem: Problem, backend: str, function: str | None = None) -> str:

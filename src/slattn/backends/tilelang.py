@@ -15,6 +15,7 @@ from torch import Tensor
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
     VALUE_DIMS,
+    BackwardConfig,
     CompactConfig,
     FinishConfig,
     FoldConfig,
@@ -69,6 +70,13 @@ def _machine_refusal(device: int) -> str | None:
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
         )
     return None
+
+
+def kernels(problem: Problem) -> dict[str, str]:
+    """The configurations of the forward and of the backward with all gradients but that of lse."""
+    arch = _arch(problem.device)
+    backward = _backward_config(problem, arch)
+    return {"forward": str(forward_config(arch, problem.heads, problem.head_dim)), "backward": str(backward)}
 
 
 def forward(
@@ -217,11 +225,7 @@ def main_backward(
         if need_kv and dkv is None:
             dkv = kv.new_zeros(kv.shape, dtype=dkv_dtype)
         return None if dq is None else dq.zero_(), dkv
-    config = backward_config(
-        _arch(q.device), problem.heads, problem.head_dim, grad_lse=grad_lse is not None, dq=need_q, dkv=need_kv
-    )
-    if problem.deterministic and need_kv:  # dq alone is summed in registers
-        config = HopperBackwardConfig(problem.head_dim, problem.value_dim, partials=True)
+    config = _backward_config(problem, _arch(q.device), grad_lse is not None, need_q, need_kv)
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]
@@ -248,6 +252,14 @@ def main_backward(
             *lses,
         )
     return dq, dkv if total is None or dkv is not None else total.to(dkv_dtype)
+
+
+def _backward_config(
+    problem: Problem, arch: int, grad_lse: bool = False, dq: bool = True, dkv: bool = True
+) -> BackwardConfig | HopperBackwardConfig:
+    if problem.deterministic and dkv:  # dq alone is summed in registers
+        return HopperBackwardConfig(problem.head_dim, problem.value_dim, partials=True)
+    return backward_config(arch, problem.heads, problem.head_dim, grad_lse=grad_lse, dq=dq, dkv=dkv)
 
 
 def slot_probs(
@@ -299,7 +311,9 @@ def _hopper_backward(
 ) -> None:
     """Write dq and write dkv or add to it."""
     room = max((problem.slots + 63) // 64, 1) * 64
-    rows = call.indices.new_full((problem.tokens, room), -1)
+    rows = call.indices.new_empty(problem.tokens, room)
+    if config.partials:
+        rows.fill_(-1)  # the sort reads what follows a query's slots too
     counts = call.indices.new_empty(problem.tokens)
     kernel(CompactConfig())(
         call.indices.view(-1, problem.slots),

@@ -33,8 +33,9 @@ from slattn.commands.edge import UsageError
 from slattn.commands.progress import Progress
 from slattn.commands.tables import PASSES, Row, markdown, table
 from slattn.commands.timing import Clock, Contestant, describe, measure, warm_up
-from slattn.ops import select_backend, sparse_attention, sparse_attention_backward
+from slattn.ops import sparse_attention, sparse_attention_backward
 from slattn.peers import PEERS, Unsuitable
+from slattn.selection import select_backend
 
 # Checked before anything is timed: the head dimensions and head counts of the shapes, and data that has to be masked.
 GATE = (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slattn import ops
+from slattn import ops, selection
 from slattn.distributed.agreement import LAYOUTS, Header, agree, float_bits
 from slattn.distributed.collectives import Groups, Pending, Shards, gather, reduce
 from slattn.problem import FLOAT_DTYPES, describe, lse_dtype
@@ -74,7 +74,7 @@ def header(
     optional |= {name: value for name, value in settings.attention.items() if name != "backend"}
     problem = describe(q, kv, indices, **optional)
     # A refusal must come before the collectives. The global number of keys is not known yet; no backend looks at it.
-    ops.select_backend(q, kv, indices, backend=settings.backend, **optional)
+    selection.select_backend(q, kv, indices, backend=settings.backend, **optional)
     return Header(
         rank=dist.get_rank(),
         tokens=problem.tokens,
