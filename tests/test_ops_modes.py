@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from slattn import sparse_attention, sparse_attention_backward
+from slattn import attention_slot_probs, sparse_attention, sparse_attention_backward
 from test_ops import D, H, K, T, gradients, inputs
 
 
@@ -29,6 +29,27 @@ def test_forward_mode_is_refused():
         torch.func.jvp(
             lambda x: sparse_attention(x, kv.detach(), indices), (q.detach(),), (torch.ones_like(q.detach()),)
         )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, kv, rows: torch.func.vmap(lambda x: sparse_attention(x, kv, rows))(q),
+        lambda q, kv, rows: torch.func.vmap(lambda x: sparse_attention_backward(x, kv, rows, x, x[..., 0], x))(q),
+        lambda q, kv, rows: torch.func.vmap(lambda x: attention_slot_probs(x, kv, rows, x[..., 0]))(q),
+        lambda q, kv, rows: torch.func.grad(lambda x: sparse_attention(x, kv, rows).sum())(q[0]),
+        lambda q, kv, rows: torch.func.vmap(torch.func.grad(lambda x: sparse_attention(x, kv, rows).sum()))(q),
+        lambda q, kv, rows: torch.autograd.grad(
+            sparse_attention(q.requires_grad_()[0], kv, rows), q, q.detach(), is_grads_batched=True
+        ),
+    ],
+    ids=["vmap", "vmap of the backward", "vmap of slot_probs", "func.grad", "vmap of grad", "batched gradients"],
+)
+def test_transforms_are_refused_in_a_sentence(call: Callable[[Tensor, Tensor, Tensor], object]):
+    """torch would run vmap one call at a time, and stop a derivative with words about setup_context."""
+    q, kv, indices, _ = (x.detach() for x in inputs(2))
+    with pytest.raises(NotImplementedError, match=r"take the batched layout \[B, S, H, D\] for vmap"):
+        call(q, kv[0], indices[0])
 
 
 def test_the_plain_backward_takes_tensors_that_require_grad():

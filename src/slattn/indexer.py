@@ -161,4 +161,5 @@ def _slot_probs_autograd(keyset: Any, *arguments: Any) -> Tensor:
 
 _library.impl("slot_probs", _slot_probs, "CompositeExplicitAutograd")
 _library.impl("slot_probs", _slot_probs_autograd, "Autograd", with_keyset=True)
+_library.impl("slot_probs", ops.refuse_transforms, "FuncTorchBatched")
 torch.library.register_fake("slattn::slot_probs", _slot_probs_fake, lib=_library)

@@ -336,6 +336,7 @@ def _differentiated(arguments: tuple[Any, ...]) -> bool:
 
 def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
     if _differentiated(arguments):
+        refuse_transforms()
         return _SparseAttention.apply(keyset, *arguments)
     return below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
 
@@ -346,9 +347,19 @@ def _backward_autograd(keyset: Any, *arguments: Any) -> list[Tensor]:
     return below_autograd(torch.ops.slattn.backward.default, keyset, arguments)
 
 
-_library.impl("forward", _forward, "CompositeExplicitAutograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
-_library.impl("forward", _forward_autograd, "Autograd", with_keyset=True)
-_library.impl("backward", _backward_autograd, "Autograd", with_keyset=True)
-torch.library.register_fake("slattn::forward", _forward_fake, lib=_library)
-torch.library.register_fake("slattn::backward", _backward_fake, lib=_library)
+def refuse_transforms(*arguments: Any) -> None:
+    """Raise under vmap, where it is called with arguments, and under torch.func's other transforms."""
+    if arguments or torch._C._are_functorch_transforms_active():
+        instead = "the batched layout [B, S, H, D] for vmap, torch.autograd.grad for torch.func's derivatives"
+        raise NotImplementedError(f"slattn runs under torch.autograd alone: take {instead}")
+
+
+for _name, _kernel, _autograd, _fake in (
+    ("forward", _forward, _forward_autograd, _forward_fake),
+    ("backward", _backward, _backward_autograd, _backward_fake),
+):
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    _library.impl(_name, _autograd, "Autograd", with_keyset=True)
+    _library.impl(_name, refuse_transforms, "FuncTorchBatched")
+    _library.impl(_name, refuse_transforms, "Batched")  # is_grads_batched of torch.autograd.grad
+    torch.library.register_fake(f"slattn::{_name}", _fake, lib=_library)

@@ -6,12 +6,12 @@ The kernels themselves are in slattn.kernels; what they are compiled for is in s
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slattn.kernels import build
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
     VALUE_DIMS,
@@ -30,7 +30,6 @@ from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
 PARTIAL_BYTES = 2 * 1024**3  # of partial rows at once, in deterministic mode
-INSTALL = "pip install tilelang==0.1.15"
 
 
 def refusal(problem: Problem) -> str | None:
@@ -57,12 +56,9 @@ def refusal(problem: Problem) -> str | None:
 
 @functools.cache
 def _machine_refusal(device: int) -> str | None:
-    if importlib.util.find_spec("tilelang") is None:
-        return f"TileLang is not installed ({INSTALL})"
-    try:
-        import tilelang  # noqa: F401
-    except Exception as error:  # whatever keeps it from loading, the user is told
-        return f"TileLang does not load: {type(error).__name__}: {error} ({INSTALL})"
+    reason = build.missing()
+    if reason is not None:
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if architecture(capability) is None:
         return (

@@ -21,8 +21,9 @@ import torch
 
 import slattn
 from slattn import backends
-from slattn.backends import tilelang, vendor_runtimes
-from slattn.kernels.nvcc import find_nvcc
+from slattn.backends import vendor_runtimes
+from slattn.kernels import build
+from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
 from slattn.problem import Problem
 
 # Distribution -> what it is to this library.
@@ -38,7 +39,7 @@ PACKAGES = {
 
 # Backend -> groups of modules of which one has to be importable, and the line that brings them.
 _NEEDS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
-    "tilelang": ((("tilelang",), tilelang.INSTALL),),
+    "tilelang": ((("tilelang",), build.INSTALL),),
     "flashmla_cudnn": (
         (("cudnn",), vendor_runtimes.CUDNN_COMMAND),
         (("flash_mla", "sgl_kernel"), vendor_runtimes.FLASH_MLA_COMMAND),
@@ -72,6 +73,7 @@ def gather() -> dict[str, Any]:
         "devices": _guarded(_devices),
         "packages": {name: _guarded(functools.partial(_package_version, name)) for name in PACKAGES},
         "backends": {name: _backend(name) for name in backends.MODULES},
+        "warnings": _guarded(_warnings),
     }
 
 
@@ -108,6 +110,14 @@ def _nvcc() -> str | None:
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     release = next((line.split("release ")[1].split(",")[0] for line in answer.splitlines() if "release " in line), "?")
     return f"{path} ({release})"
+
+
+def _warnings() -> list[str]:
+    """What a kernel that is to be compiled here will meet; nothing without TileLang."""
+    if _package_version("tilelang") is None:
+        return []
+    nvcc = None if find_nvcc() else f"there is no nvcc, so that no kernel can be compiled. {INSTALL_NVCC}"
+    return [sentence for sentence in (build.untested_version(), build.cache_problem(), nvcc) if sentence is not None]
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -183,4 +193,6 @@ def _text(report: dict[str, Any]) -> str:
         lines.append(f"backend {name:<16}{'runs here' if state['runs'] else 'does not run here: ' + state['why_not']}")
         if state["mend"]:
             lines.append(f"{'':<24}mend it: {state['mend']}")
+    warnings = report["warnings"]
+    lines += [f"warning: {each}" for each in (warnings if isinstance(warnings, list) else [warnings])]
     return "\n".join(lines)

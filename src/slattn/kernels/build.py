@@ -1,9 +1,21 @@
-"""Configurations to compiled kernels, once a process each; TileLang keeps the binaries on disk between processes."""
+"""Configurations to compiled kernels, once a process each; TileLang keeps the binaries on disk between processes.
+
+What can go wrong on somebody's machine ends here, in a kernel that runs or in a sentence that says what to do.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from slattn.kernels.config import (
     TARGETS,
@@ -17,14 +29,108 @@ from slattn.kernels.config import (
     PrepareConfig,
     SlotProbsConfig,
 )
+from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
+
+TESTED = "0.1.15"  # the TileLang that the kernels were tested with
+INSTALL = f"pip install tilelang=={TESTED}"
+
+
+class CompileError(RuntimeError):
+    """A kernel cannot be compiled here; the message says why and what mends it."""
 
 
 @functools.cache
 def kernel(config: Config) -> Any:
-    """The compiled kernel of a configuration; `kernel.cache_info().misses` counts what was compiled."""
+    """The compiled kernel of a configuration; `kernel.cache_info().misses` counts what was compiled.
+
+    Raises:
+        CompileError: where it cannot be compiled, and no earlier process has left it on disk.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CompileError("run the call once before capturing a CUDA graph: the first call compiles its kernels")
     import tilelang
 
-    return tilelang.compile(program(config), target=target(config.arch), pass_configs=pass_configs(config))
+    _warn_once(untested_version())
+    compiled = functools.partial(
+        tilelang.compile, program(config), target=target(config.arch), pass_configs=pass_configs(config)
+    )
+    try:
+        return compiled()
+    except Exception as error:
+        problem = cache_problem() if tilelang.is_cache_enabled() else None
+        if problem is None:
+            raise CompileError(_why(error)) from error
+    # TileLang compiles a kernel and then raises because it cannot keep it: once more, with nothing kept.
+    _warn_once(problem)
+    tilelang.disable_cache()
+    try:
+        return compiled()
+    except Exception as error:
+        raise CompileError(_why(error)) from error
+    finally:
+        tilelang.enable_cache()
+
+
+def missing() -> str | None:
+    """Why TileLang cannot be used here, in a sentence; None if it can."""
+    if importlib.util.find_spec("tilelang") is None:
+        return f"TileLang is not installed ({INSTALL})"
+    try:
+        import tilelang  # noqa: F401
+    except Exception as error:  # whatever keeps it from loading, the user is told
+        mend = (isinstance(error, OSError) and cache_problem()) or INSTALL
+        return f"TileLang does not load: {type(error).__name__}: {error} ({mend})"
+    return None
+
+
+def untested_version() -> str | None:
+    """A sentence where the TileLang installed is not the one that the kernels were tested with."""
+    try:
+        version = importlib.metadata.version("tilelang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if version.split("+")[0] == TESTED:
+        return None
+    return (
+        f"slattn's kernels were tested with TileLang {TESTED}, and {version} is installed: `slattn check` says whether "
+        f"they are right with it, and `{INSTALL}` brings the tested one"
+    )
+
+
+def cache_problem() -> str | None:
+    """A sentence where TileLang's cache of compiled kernels cannot be written. It is tried: root may write anywhere."""
+    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as directory:
+            (Path(directory) / "room").write_bytes(bytes(2**20))  # a full disk shows in a file alone
+    except OSError as error:
+        return (
+            f"TileLang's cache of compiled kernels, {cache}, cannot be written ({error.strerror}), and each process "
+            "compiles its own: set TILELANG_CACHE_DIR to a directory that can be written"
+        )
+    return None
+
+
+def _why(error: Exception) -> str:
+    """What kept a kernel from being compiled, in a sentence or in the compiler's own words, and the remedy."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if find_nvcc() is None:
+        found = f"{home}, which CUDA_HOME or CUDA_PATH names, has no bin/nvcc" if home else "there is no nvcc"
+        return f"slattn's kernels cannot be compiled, because {found}. {INSTALL_NVCC}"
+    if not (os.environ.get("CXX") or os.environ.get("CC") or any(map(shutil.which, ("g++", "clang++", "c++")))):
+        return (
+            "slattn's kernels cannot be compiled, because nvcc needs a C++ compiler: `apt-get install g++`, or set CXX"
+        )
+    # TileLang puts the whole kernel before what the compiler said, and its command behind.
+    words = str(error).rpartition("Compilation error:")[2].partition("\nCommand:")[0].strip()
+    return f"slattn's kernels cannot be compiled: {words or type(error).__name__}. {untested_version() or ''}".strip()
+
+
+@functools.cache
+def _warn_once(sentence: str | None) -> None:
+    if sentence is not None:
+        warnings.warn(sentence, stacklevel=4)
 
 
 def source(config: Config) -> str:

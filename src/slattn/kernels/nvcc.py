@@ -22,6 +22,11 @@ import os
 import shutil
 from pathlib import Path
 
+INSTALL_NVCC = (
+    "Set CUDA_HOME to a CUDA toolkit, or unset it and `pip install nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 "
+    "nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85`"
+)
+
 
 def find_nvcc() -> str | None:
     """The path of the nvcc that TileLang runs here, None where there is none."""
