@@ -1,9 +1,10 @@
-"""The command line: `slattn doctor | check | bench | scale | demo`, or `python -m slattn ...`.
+"""The command line: `slattn doctor | check | bench | scale | warmup | demo`, or `python -m slattn ...`.
 
     slattn doctor                   what is installed, which backends run here, and what mends those that do not
     slattn check                    every willing backend against the float64 reference; exit status 1 on a failure
     slattn bench --json bench.json  speed beside the peers that are installed, as a share of a matmul in the same run
     slattn scale                    what a layer costs on 8 to 1024 GPUs: a model, see docs/scale.md
+    slattn warmup                   compiles kernels before the first call needs them
     slattn demo                     trains a small language model whose attention this is
 
 A command is a module with add_arguments(parser) and main(args) -> exit status; only the one that runs is imported.
@@ -27,6 +28,7 @@ COMMANDS = {
     "check": ("slattn.commands.check", "compare every willing backend with the float64 reference"),
     "bench": ("slattn.commands.bench", "measure speed beside the peers that are installed"),
     "scale": ("slattn.commands.scale", "predict what a layer costs when many GPUs share a text"),
+    "warmup": ("slattn.commands.warmup", "compile kernels before the first call needs them"),
     "demo": ("slattn.demo", "train a small language model that attends through this library"),
 }
 

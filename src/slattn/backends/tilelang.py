@@ -15,7 +15,6 @@ from slattn.kernels import build
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
     VALUE_DIMS,
-    BackwardConfig,
     CompactConfig,
     FinishConfig,
     FoldConfig,
@@ -70,9 +69,9 @@ def _machine_refusal(device: int) -> str | None:
 
 def kernels(problem: Problem) -> dict[str, str]:
     """The configurations of the forward and of the backward with all gradients but that of lse."""
-    arch = _arch(problem.device)
-    backward = _backward_config(problem, arch)
-    return {"forward": str(forward_config(arch, problem.heads, problem.head_dim)), "backward": str(backward)}
+    shape = _arch(problem.device), problem.heads, problem.head_dim
+    backward = backward_config(*shape, deterministic=problem.deterministic)
+    return {"forward": str(forward_config(*shape)), "backward": str(backward)}
 
 
 def forward(
@@ -221,7 +220,13 @@ def main_backward(
         if need_kv and dkv is None:
             dkv = kv.new_zeros(kv.shape, dtype=dkv_dtype)
         return None if dq is None else dq.zero_(), dkv
-    config = _backward_config(problem, _arch(q.device), grad_lse is not None, need_q, need_kv)
+    config = backward_config(
+        *(_arch(q.device), problem.heads, problem.head_dim),
+        grad_lse=grad_lse is not None,
+        dq=need_q,
+        dkv=need_kv,
+        deterministic=problem.deterministic,
+    )
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]
@@ -248,14 +253,6 @@ def main_backward(
             *lses,
         )
     return dq, dkv if total is None or dkv is not None else total.to(dkv_dtype)
-
-
-def _backward_config(
-    problem: Problem, arch: int, grad_lse: bool = False, dq: bool = True, dkv: bool = True
-) -> BackwardConfig | HopperBackwardConfig:
-    if problem.deterministic and dkv:  # dq alone is summed in registers
-        return HopperBackwardConfig(problem.head_dim, problem.value_dim, partials=True)
-    return backward_config(arch, problem.heads, problem.head_dim, grad_lse=grad_lse, dq=dq, dkv=dkv)
 
 
 def slot_probs(

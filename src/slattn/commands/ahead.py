@@ -1,4 +1,4 @@
-"""Kernels compiled before a bench, those of all its shapes at once, each in a process of its own.
+"""Kernels compiled before they are needed, by a bench or by `slattn warmup`: several at once, each in its own process.
 
 TileLang keeps binaries on disk, so what a process compiled here is only loaded where it is measured. What fails here
 fails again there, and is told there. cuDNN keeps its kernels in the process that compiled them; they are not for this.
@@ -18,14 +18,14 @@ import torch
 
 from slattn import testing
 from slattn.commands.edge import quiet_tilelang
-from slattn.kernels.config import VALUE_DIMS, Config, PrepareConfig, architecture, backward_config, forward_config
+from slattn.kernels.config import VALUE_DIMS, Config, architecture, needed
 from slattn.peers import PEERS
 
 Job = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def default_processes() -> int:
-    """One a core, but no more than a bench of all shapes has kernels."""
+    """One a core, but no more than a bench of all shapes has kernels; more would wait for the disk."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 12)
 
@@ -64,11 +64,12 @@ def own_jobs(calls: Iterable[tuple[int, int, bool]], capability: tuple[int, int]
     arch = architecture(capability)
     if arch is None:
         return []
-    configs: list[Config] = [PrepareConfig(arch)]
-    for heads, head_dim, grad_lse in calls:
-        if head_dim in VALUE_DIMS:
-            configs.append(backward_config(arch, heads, head_dim, grad_lse=grad_lse))  # the slower one to compile
-            configs.append(forward_config(arch, heads, head_dim))
+    configs = [
+        config
+        for heads, head_dim, grad_lse in calls
+        if head_dim in VALUE_DIMS
+        for config in needed(arch, heads, head_dim, grad_lse=grad_lse)
+    ]
     return [(compile_own, (config,)) for config in dict.fromkeys(configs)]
 
 

@@ -240,13 +240,23 @@ def forward_config(
 
 
 def backward_config(
-    arch: int, heads: int, head_dim: int, *, grad_lse: bool = False, dq: bool = True, dkv: bool = True
+    arch: int,
+    heads: int,
+    head_dim: int,
+    *,
+    grad_lse: bool = False,
+    dq: bool = True,
+    dkv: bool = True,
+    deterministic: bool = False,
 ) -> BackwardConfig | HopperBackwardConfig:
     """The backward's configuration for a head count.
 
     On Hopper its own kernel where it is written for the call: 1.2 times as fast as the portable one at 64 and 128 heads
-    (docs/performance.md). Elsewhere the widest head tile that covers the heads and fits.
+    (docs/performance.md); in deterministic mode for every head count, because the portable one adds to dkv in no fixed
+    order. Elsewhere the widest head tile that covers the heads and fits.
     """
+    if deterministic and dkv:
+        return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim], partials=True)
     widest = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
     if arch == 90 and widest == 64 and head_dim >= 512 and dq and dkv:
         return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim])
@@ -276,6 +286,18 @@ def slot_probs_config(arch: int, heads: int, head_dim: int) -> SlotProbsConfig:
         if ahead >= 2:
             break
     return replace(least, ahead=min(ahead, head_dim // 64))  # the program copies one block of slots ahead at most
+
+
+def needed(
+    arch: int, heads: int, head_dim: int, *, grad_lse: bool = False, deterministic: bool = False
+) -> list[Config]:
+    """All kernels of a forward and of its backward to every input, the slowest to compile first."""
+    backward = backward_config(arch, heads, head_dim, grad_lse=grad_lse, deterministic=deterministic)
+    configs: list[Config] = [backward, forward_config(arch, heads, head_dim), PrepareConfig(arch)]
+    if isinstance(backward, HopperBackwardConfig):
+        finish = [FoldConfig(head_dim)] if deterministic else [FinishConfig("bfloat16"), FinishConfig("float32")]
+        configs += [CompactConfig(), *finish]
+    return configs
 
 
 def claimed() -> list[Config]:
