@@ -36,7 +36,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(ahead, "processes", threads)
     monkeypatch.setattr(ahead, "compile_own", seen.append)
     monkeypatch.setattr(warmup, "find_nvcc", lambda: "nvcc")
-    monkeypatch.setattr(warmup.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(warmup.build, "missing", lambda: None)
     return seen
 
 
@@ -106,11 +106,11 @@ def test_what_cannot_be_done_is_said_first(compiled, options, words, capsys):
 @pytest.mark.usefixtures("compiled")
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, missing, capsys):
     if missing == "tilelang":
-        monkeypatch.setattr(warmup.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(warmup.build, "missing", lambda: "TileLang is not installed (pip install tilelang)")
     else:
         monkeypatch.setattr(warmup, "find_nvcc", lambda: None)
     assert main(["warmup", "--arch", "90"]) == 2
-    words = {"tilelang": "TileLang is not installed (pip install", "nvcc": "no nvcc found"}
+    words = {"tilelang": "TileLang is not installed (pip install", "nvcc": "there is no nvcc"}
     assert words[missing] in capsys.readouterr().err
 
 

@@ -7,7 +7,6 @@ which one: the image of a container can be warmed when it is built.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import time
 from concurrent.futures import as_completed
@@ -15,12 +14,12 @@ from itertools import product
 
 import torch
 
-from slattn.backends.tilelang import INSTALL
 from slattn.commands import ahead
 from slattn.commands.edge import UsageError
 from slattn.commands.progress import Progress
+from slattn.kernels import build
 from slattn.kernels.config import TARGETS, VALUE_DIMS, Config, architecture, claimed, needed, slot_probs_config
-from slattn.kernels.nvcc import find_nvcc
+from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Compile what the options ask for, everything without --heads; exit status 1 where a kernel does not compile."""
     configs = _configs(args, _arch(args))
-    if importlib.util.find_spec("tilelang") is None:
-        raise UsageError(f"TileLang is not installed ({INSTALL})")
+    missing = build.missing()
+    if missing is not None:
+        raise UsageError(missing)
     if find_nvcc() is None:
-        raise UsageError("no nvcc found, which TileLang compiles with: it comes with the CUDA toolkit (see README)")
+        raise UsageError(f"there is no nvcc, which TileLang compiles with. {INSTALL_NVCC}")
     start, failures = time.monotonic(), []
     with ahead.processes(min(args.jobs, len(configs))) as pool, Progress(len(configs)) as progress:
         futures = {pool.submit(ahead.compile_own, config): config for config in configs}
