@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slattn.kernels.build import pass_configs
 from slattn.kernels.config import (
     SHARED_BYTES,
     TARGETS,
@@ -43,6 +44,7 @@ def test_compiles_and_fits(config, tmp_path):
 
     text = tmp_path / "kernel.cu"
     text.write_text(source(config))
+    assert narrow_addresses(text.read_text()) == []
     report = ptxas(nvcc, config, text, Path(tilelang.__file__).parent)
     dynamic = requested_shared_bytes(config)
     assert dynamic <= SHARED_BYTES[config.arch]
@@ -50,6 +52,47 @@ def test_compiles_and_fits(config, tmp_path):
     if config.arch == 90:
         assert re.search(r"\b0 bytes spill stores, 0 bytes spill loads", report), report
         assert "0 bytes stack frame" in report, report
+
+
+def narrow_addresses(text):
+    """Where the program forms an address in global memory by a product of 32 bits, which a long sequence overflows.
+
+    The CUDA helpers before the program are not seen: they take 64-bit rows, or products cast in sight.
+    """
+    head = re.search(r"__launch_bounds__\([^)]*\) main_kernel\((.*?)\) \{", text)
+    narrow = []
+    for pointer in re.findall(r"__restrict__ (\w+)", head[1]):
+        uses = list(re.finditer(rf"\b{pointer}(?:\[| \+ \()", text[head.end() :]))
+        assert uses or pointer in ("Exponents", "GradLse"), (
+            pointer
+        )  # else the pattern does not fit what TileLang writes
+        for use in uses:
+            start = head.end() + use.end()
+            index = text[start : closing(text, start)]
+            narrow += [f"{pointer}: {index}" for factor in index.split("*")[1:] if "(int64_t)" not in factor[:12]]
+    return narrow
+
+
+def closing(text, start):
+    """The position of the bracket that closes the one before `start`."""
+    depth = 1
+    while depth:
+        depth += (text[start] in "([") - (text[start] in ")]")
+        start += 1
+    return start - 1
+
+
+def test_narrow_addresses_are_seen():
+    program = "__launch_bounds__(128, 1) main_kernel(const float* __restrict__ Q, int heads) {{ x = Q[{}]; }}"
+    assert narrow_addresses(program.format("(((int64_t)t) * ((int64_t)heads)) + (int64_t)h")) == []
+    assert narrow_addresses(program.format("((t * heads) + h)")) != []
+    assert narrow_addresses(program.format("((int64_t)((t * heads) + h))")) != []
+
+
+def test_the_pass_that_overwrote_live_buffers_is_off():
+    """tile-ai/tilelang issue 2199: finite losses, NaN gradients."""
+    for config in CLAIMED:
+        assert pass_configs(config)["tl.enable_aggressive_shared_memory_merge"] is False
 
 
 def ptxas(nvcc, config, text, tilelang):
