@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,13 @@ from torch import Tensor
 import slattn
 from conftest import poison
 from slattn.kernels.build import kernel
-from slattn.testing import Case, Inputs, make_inputs, oracle, relative_error, run
+from slattn.testing import CASES, Case, Inputs, make_inputs, oracle, relative_error, run
 from test_backends import device_of, run_or_skip
 
 gpu = pytest.mark.gpu
 BACKENDS = ["reference", pytest.param("tilelang", marks=gpu), pytest.param("flashmla_cudnn", marks=gpu)]
 KERNELS = [pytest.param("tilelang", marks=gpu), pytest.param("flashmla_cudnn", marks=gpu)]
+ROOT = Path(__file__).parents[1]
 GUARD = 64 * 1024  # bytes on each side; keeps every alignment
 
 
@@ -193,3 +196,13 @@ def test_key_0_stays_where_fillers_are_many():
     inputs.kv[0] = 1.0
     out = slattn.sparse_attention(inputs.q, inputs.kv, inputs.indices)
     assert torch.equal(out, torch.ones_like(out))
+
+
+def test_the_table_of_faults_names_what_is_there():
+    table = (ROOT / "docs" / "faults.md").read_text()
+    tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
+    named = re.findall(r"`(test_\w+)[*`]", table)
+    assert len(named) >= 50
+    assert [name for name in named if f"def {name}" not in tests] == []
+    cases = re.findall(r"`(?:case )?((?:indices|keys|length|sink|values|batch|queries)-[\w-]*)[*`]", table)
+    assert [name for name in cases if not any(case.name.startswith(name) for case in CASES)] == []
