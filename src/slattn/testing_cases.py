@@ -239,6 +239,8 @@ CASES: tuple[Case, ...] = (
     Case("sink-plus-inf", sink="+inf", grad_lse=True),
     Case("sink-huge", sink="2.4e38"),
     Case("sink-high", sink="30"),
+    Case("sink-high-64-heads", sink="30", heads=64),
+    Case("sink-high-576", sink="30", heads=64, head_dim=576, grad_lse=True),
     Case("sink-low", sink="-30"),
     Case("sink-mixed", sink="mixed", heads=64),
     Case("sink-mixed-576", sink="mixed", heads=24, head_dim=576, grad_lse=True),

@@ -210,7 +210,8 @@ def main_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dq [B, S, H, D] bf16, dkv [B, N, D] in `dkv_dtype`), from delta and an lse in base 2 with the sink.
 
-    Adds into `dkv`, fp32, where it is given. lse (natural, keys only) is read with a grad_lse only.
+    Adds into `dkv`, fp32, where it is given. lse is natural and over the keys alone; without it the portable kernel
+    runs, or in deterministic mode it is made anew.
     """
     need_q, need_kv = needs
     if not (need_q or need_kv):
@@ -226,7 +227,10 @@ def main_backward(
         dq=need_q,
         dkv=need_kv,
         deterministic=problem.deterministic,
+        lse=lse is not None,
     )
+    if isinstance(config, HopperBackwardConfig) and lse is None:
+        lse = forward(problem, q, kv, indices, None, topk_length)[1]
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]

@@ -33,7 +33,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     Parameters of the program, all contiguous: Q [T, H, D], KV [N, D], GradOut [T, H, d_v], bf16; Rows [T, K'] and
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
-    empty row) and Delta (<out, grad_out>) [T, H] fp32, later Lse (natural, keys only) and GradLse, read with
+    empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
     use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
     `slattn.kernels.prepare.finish`; scale; sms, the number of blocks of threads to launch, which share the queries.
 
@@ -84,7 +84,11 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     @T.macro
     def load_heads(g: Any, m: Any, task: Any):
-        """Bring lse and delta of a task's heads. A gradient of lse acts on P without the sink: P is made so then."""
+        """Bring lse and delta of a task's heads.
+
+        P is made without the sink, and what that leaves of it is multiplied in later: a gradient of lse acts on it so,
+        and where a sink has nearly all of the weight fp16 holds nothing else.
+        """
         tx = T.get_thread_binding()
         t = T.alloc_var(INT32, m.task[task % 8, 0])
         h = T.alloc_var(INT32, m.task[task % 8, 1] + tx)
@@ -93,12 +97,13 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         delta = T.alloc_var(FP32, 0.0)
         if tx < HEADS:
             if h < heads:
-                lse = g.lse2[t, h]
-                delta = g.delta[t, h]
+                left = T.if_then_else(
+                    g.lse[t, h] < T.infinity(FP32), T.exp2(T.min(g.lse[t, h] * LOG2E - g.lse2[t, h], 0.0)), 0.0
+                )
+                lse = g.lse[t, h] * LOG2E
+                delta = left * g.delta[t, h]
                 if g.use_grad_lse != 0:
-                    left = T.if_then_else(g.lse[t, h] < T.infinity(FP32), T.exp2(g.lse[t, h] * LOG2E - lse), 0.0)
-                    lse = g.lse[t, h] * LOG2E
-                    delta = left * delta - g.grad_lse[t, h]
+                    delta -= g.grad_lse[t, h]
             m.stats[task % 2, 0, tx] = lse
             m.stats[task % 2, 1, tx] = left
             m.stats[task % 2, 2, tx] = delta
