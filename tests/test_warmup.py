@@ -102,6 +102,13 @@ def test_what_cannot_be_done_is_said_first(compiled, options, words, capsys):
     assert not compiled
 
 
+@pytest.mark.usefixtures("compiled")
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(monkeypatch, capsys):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", "/dev/null/cache")
+    assert main(["warmup", "--heads", "64", "--head-dim", "512", "--arch", "90"]) == 2
+    assert "set TILELANG_CACHE_DIR to a directory that can be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("missing", ["tilelang", "nvcc"])
 @pytest.mark.usefixtures("compiled")
 def test_without_a_compiler_it_says_what_to_install(monkeypatch, missing, capsys):

@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Compile what the options ask for, everything without --heads; exit status 1 where a kernel does not compile."""
     configs = _configs(args, _arch(args))
-    missing = build.missing()
-    if missing is not None:
-        raise UsageError(missing)
+    reason = build.missing() or build.cache_problem()  # what cannot be kept would be compiled for nothing
+    if reason is not None:
+        raise UsageError(reason)
     if find_nvcc() is None:
         raise UsageError(f"there is no nvcc, which TileLang compiles with. {INSTALL_NVCC}")
     start, failures = time.monotonic(), []
