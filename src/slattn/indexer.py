@@ -89,8 +89,9 @@ def indexer_loss(
     Args:
         scores: the indexer's logits of the slots, `[.., K]`, any float dtype; computed in float32 (float64 in float64).
         probs: `attention_slot_probs` of the same slots, `[.., K]`. A row of zeros is empty and is worth nothing.
-        valid: bool `[.., K]`: the slots that count; where it is False, or scores are -inf, a slot has no share. Without
-            it every slot has one, holes and fillers too.
+        valid: bool `[.., K]`: the slots that count; where it is False, a slot has no share. Without it every slot has
+            one, holes and fillers too. A score of -inf leaves a slot out only where its target is 0; elsewhere the loss
+            is infinite.
         reduction: "mean" over the rows that are not empty (0 if all are), "sum", or "none".
         tp_group: the process group over which the heads are sharded: probs are summed over it before they are
             normalised. Every rank of it must call.

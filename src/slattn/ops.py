@@ -128,7 +128,7 @@ def sparse_attention_backward(
         grad_out: gradient of out, its shape and dtype.
         grad_lse: gradient of lse, its shape and dtype; None means zero.
         needs: which of dq, dkv and dsink to compute; the others are None, and their work is not done.
-        dkv_dtype: float32, or kv's dtype (the default).
+        dkv_dtype: float32 (float64 for float64 inputs), or kv's dtype (the default).
 
     Returns:
         (dq, dkv, dsink): q's shape and dtype; kv's shape in `dkv_dtype`, summed in float32 and rounded once; `[H]` in

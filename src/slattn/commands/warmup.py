@@ -24,8 +24,12 @@ from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `slattn warmup`."""
-    parser.add_argument("--heads", type=int, nargs="+", metavar="H", help="head counts of a rank (with --head-dim)")
-    parser.add_argument("--head-dim", type=int, nargs="+", metavar="D", choices=VALUE_DIMS, help="(with --heads)")
+    parser.add_argument(
+        "--heads", type=int, nargs="+", metavar="H", help="head counts of a rank (default: every kernel)"
+    )
+    parser.add_argument(
+        "--head-dim", type=int, nargs="+", metavar="D", choices=VALUE_DIMS, help="64, 128, 256, 512, 576"
+    )
     parser.add_argument("--grad-lse", action="store_true", help="for a loss that reads the log-sum-exp")
     parser.add_argument(
         "--deterministic", action="store_true", help="for deterministic gradients, on SM90, D = 512, 576"
