@@ -235,6 +235,13 @@ def test_a_first_call_inside_a_capture_is_refused(tilelang: Any, monkeypatch: py
         build.kernel(PrepareConfig(90))
 
 
+def test_a_home_that_is_none(monkeypatch: pytest.MonkeyPatch):
+    """As in a container whose user has no folder."""
+    monkeypatch.delenv("TILELANG_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert "/dev/null/.tilelang/cache, cannot be written (Not a directory)" in build.cache_problem()
+
+
 def test_doctor_warns_of_all_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(doctor, "_package_version", lambda name: "0.1.99")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.99")

@@ -99,7 +99,7 @@ def untested_version() -> str | None:
 
 def cache_problem() -> str | None:
     """A sentence where TileLang's cache of compiled kernels cannot be written. It is tried: root may write anywhere."""
-    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or Path.home() / ".tilelang" / "cache")
+    cache = Path(os.environ.get("TILELANG_CACHE_DIR") or os.path.expanduser("~/.tilelang/cache"))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as directory:
