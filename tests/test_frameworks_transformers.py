@@ -161,9 +161,15 @@ def test_other_models_are_refused() -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=2))
-    with adapter.patch(model), pytest.raises(ValueError, match="for DeepSeek-V4 and DSA models; got LlamaAttention"):
-        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+    config = LlamaConfig(**sizes, num_attention_heads=2)
+    with pytest.raises(TypeError, match=r"a transformers model of deepseek_v4, .*; got LlamaForCausalLM"):
+        adapter.patch(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(TypeError, match="; got str"):
+        adapter.patch("deepseek_v4")
+    with adapter.patch():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="slattn")
+        with pytest.raises(ValueError, match="for DeepSeek-V4 and DSA models; got LlamaAttention"):
+            model(input_ids=torch.ones(1, 4, dtype=torch.long))
 
 
 @pytest.fixture

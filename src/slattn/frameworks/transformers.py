@@ -18,6 +18,7 @@ from slattn.frameworks.handle import Patch
 from slattn.frameworks.transformers_attention import attention
 
 NAME = "slattn"
+_MODELS = ("deepseek_v4", "deepseek_v32", "glm_moe_dsa")
 _DSA = (
     "transformers.models.deepseek_v32.modeling_deepseek_v32:DeepseekV32Attention.expand_kv",
     "transformers.models.glm_moe_dsa.modeling_glm_moe_dsa:GlmMoeDsaAttention.expand_kv",
@@ -28,8 +29,12 @@ def patch(model: Any = None) -> Patch:
     """Register "slattn", and switch `model` to it where one is given.
 
     Raises:
+        TypeError: another model than those.
         ModuleNotFoundError, RuntimeError: transformers is not installed, or its names have moved.
     """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if model is not None and kind not in _MODELS:
+        raise TypeError(f"model must be a transformers model of {', '.join(_MODELS)}; got {type(model).__name__}")
     done = Patch("transformers", "5.18 and 5.24")
     for registry, function in (
         ("transformers.modeling_utils:AttentionInterface._global_mapping", attention),
