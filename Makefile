@@ -53,8 +53,8 @@ sanitize: $(call ready,gpu)
 	done
 
 lint: $(call ready,test)
-	$(RUN) -m ruff check src tests
-	$(RUN) -m ruff format --check src tests
+	$(RUN) -m ruff check src tests docs
+	$(RUN) -m ruff format --check src tests docs
 	$(RUN) -m mypy
 
 $(VENV)/bin/python:

@@ -5,10 +5,11 @@ python docs/two_processes.py one/demo.json two/demo.json docs/two_processes.png
 
 import json
 import sys
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
-one, two = (json.load(open(path)) for path in sys.argv[1:3])
+one, two = (json.loads(Path(path).read_text()) for path in sys.argv[1:3])
 figure = Figure(figsize=(9, 4.6), layout="constrained")
 losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
 for run, name, style in (
@@ -20,7 +21,7 @@ for run, name, style in (
         means = [sum(values[max(0, n - 20) : n]) / min(n, 20) for n in range(1, len(values) + 1)]
         losses.plot(range(1, len(values) + 1), means, **style, label=f"{label}: {name}")
     losses.plot(
-        *zip(*run["history"]["held_out"]),
+        *zip(*run["history"]["held_out"], strict=True),
         "o" if run is one else "x",
         color=style["color"],
         markersize=7 if run is one else 5,
@@ -28,7 +29,7 @@ for run, name, style in (
     )
 apart.plot(
     range(1, len(one["history"]["train"]) + 1),
-    [b - a for a, b in zip(one["history"]["train"], two["history"]["train"])],
+    [b - a for a, b in zip(one["history"]["train"], two["history"]["train"], strict=True)],
     color="#22262b",
     linewidth=0.7,
 )

@@ -54,14 +54,14 @@ def select_backend(
     backend: str = "auto",
 ) -> str:
     """The name of the backend that `sparse_attention` runs for these arguments. Raises as it does."""
-    problem = describe(
+    return select_kernels(
         q,
         kv,
         indices,
-        scale=scale,
         attn_sink=attn_sink,
         topk_length=topk_length,
+        scale=scale,
         d_v=d_v,
         deterministic=deterministic,
-    )
-    return backends.choose(problem, backends.backend_name(backend))
+        backend=backend,
+    )["backend"]

@@ -161,14 +161,14 @@ def program(config: Config) -> Any:
         from slattn.kernels.slot_probs import slot_probs
 
         return slot_probs(config)
-    from slattn.kernels import prepare
+    from slattn.kernels import collect, prepare
 
+    if isinstance(config, FoldConfig):
+        return collect.fold(config)
+    if isinstance(config, FinishConfig):
+        return collect.finish(config)
     if isinstance(config, CompactConfig):
         return prepare.compact(config)
-    if isinstance(config, FoldConfig):
-        return prepare.fold(config)
-    if isinstance(config, FinishConfig):
-        return prepare.finish(config)
     return prepare.prepare(config)
 
 

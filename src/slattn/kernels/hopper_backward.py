@@ -20,7 +20,8 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import HopperBackwardConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE, store_rows
+from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.hopper_cuda import HOPPER_PRELUDE, store_rows
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
@@ -35,11 +36,11 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
     use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
-    `slattn.kernels.prepare.finish`; scale; sms, the number of blocks of threads to launch, which share the queries.
+    `slattn.kernels.collect.finish`; scale; sms, the number of blocks of threads to launch, which share the queries.
 
     With `partials` GradKV is [T * G * K', D] fp16, G = H / 64 rounded up, with Exponents [T * G * K', D / 64] uint8
     after it, both written: each slot's share of its key's gradient, by groups of 64 heads (`write_rows` in
-    `slattn.kernels.device`). Otherwise Exponents is not read.
+    `slattn.kernels.hopper_cuda`). Otherwise Exponents is not read.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
@@ -332,7 +333,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         scale: T.float32,
         sms: T.int32,
     ):
-        with T.Kernel(sms, threads=3 * GROUP, prelude=PRELUDE) as bx:
+        with T.Kernel(sms, threads=3 * GROUP, prelude=HOPPER_PRELUDE) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
             tasks = T.alloc_var(INT32, T.truncdiv(tokens * groups - bx + sms - 1, sms))
             g = SimpleNamespace(
