@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import slattn
-from slattn import testing
+from slattn import selection, testing
 from slattn.backends import tilelang
 from slattn.problem import describe
 
@@ -39,6 +39,14 @@ def test_which_kernels_run_can_be_asked(head_dim):
     assert same_bits["backward"].startswith("HopperBackwardConfig")
     assert "partials=True" in same_bits["backward"]
     assert tilelang.refusal(on_a_gpu(head_dim, True)) is None
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_they_are_told_with_the_backends_name(monkeypatch):
+    monkeypatch.setattr(selection, "describe", lambda *tensors, **settings: on_a_gpu(512, False))
+    told = slattn.select_kernels(None, None, None, backend="tilelang")
+    assert told == {"backend": "tilelang", **tilelang.kernels(on_a_gpu(512, False))}
+    assert slattn.select_backend(None, None, None, backend="tilelang") == "tilelang"
 
 
 def test_a_backend_without_a_choice_names_itself():

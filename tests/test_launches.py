@@ -110,6 +110,18 @@ def test_deterministic_mode_takes_queries_in_parts(launches, monkeypatch):
     assert parts == [2] * 7  # 2 groups of 64 heads, 128 slots and 1161 bytes each
 
 
+@pytest.mark.usefixtures("launches")
+def test_the_sort_meets_nothing_but_rows(monkeypatch):
+    """What the list of rows leaves as it was, which here is everything, names no key."""
+    sorted_rows, by_key = [], tilelang._by_key
+    monkeypatch.setattr(tilelang, "_by_key", lambda rows, *sizes: sorted_rows.append(rows) or by_key(rows, *sizes))
+    problem, tensors, grad_out = call(64, 512, deterministic=True)
+    out, lse = tilelang.forward(problem, *tensors)
+    tilelang.backward(*(problem, *tensors, out, lse, grad_out, None), needs=(True,) * 3, dkv_dtype=torch.bfloat16)
+    assert [rows.shape for rows in sorted_rows] == [(BATCH * QUERIES, 128)]
+    assert (sorted_rows[0] == -1).all()
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
