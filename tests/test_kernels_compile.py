@@ -45,6 +45,7 @@ def test_compiles_and_fits(config, tmp_path):
     text = tmp_path / "kernel.cu"
     text.write_text(source(config))
     assert narrow_addresses(text.read_text()) == []
+    assert barriers_of_all_in_branches(text.read_text()) == []
     report = ptxas(nvcc, config, text, Path(tilelang.__file__).parent)
     static = int((re.search(r"(\d+) bytes smem", report) or [0, 0])[1])
     assert requested_shared_bytes(config) + static <= SHARED_BYTES[config.arch]
@@ -80,6 +81,25 @@ def closing(text, start):
         depth += (text[start] in "([") - (text[start] in ")]")
         start += 1
     return start - 1
+
+
+def barriers_of_all_in_branches(text):
+    """The barriers of all threads after a specialised program's warpgroups have parted, each at its own instruction.
+
+    bar.sync is the aligned form, which wants all threads at the same one; compute-sanitizer's synccheck reports others.
+    """
+    threads = re.search(r"__launch_bounds__\((\d+)", text)[1]
+    parted = re.search(r"warpgroup_reg_(?:de)?alloc<", text)
+    after = text[parted.start() :] if parted else ""
+    return re.findall(rf"__syncthreads\(\)|__sync_thread_partial\([^;]*, {threads}\)", after)
+
+
+def test_barriers_of_all_in_branches_are_seen():
+    program = "__launch_bounds__(384, 1) {} if (threadIdx.x < 128) {{ tl::warpgroup_reg_alloc<176>(); {} }}"
+    whole, own = "tl::__sync_thread_partial(2, 384);", "tl::__sync_thread_partial(1, 128);"
+    assert barriers_of_all_in_branches(program.format("__syncthreads();", own)) == []
+    assert barriers_of_all_in_branches(program.format("", own + whole)) != []
+    assert barriers_of_all_in_branches(program.format("", "__syncthreads();")) != []
 
 
 def test_narrow_addresses_are_seen():

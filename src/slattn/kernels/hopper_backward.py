@@ -157,9 +157,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         dq = T.alloc_fragment((HEADS, dim - 2 * SHARE), FP32)
         packed = T.alloc_local((HEADS * BLOCK // 2 // GROUP,), "uint32")
         step = T.alloc_var(INT32, 0)
-        plan(g, m, 0)
-        plan(g, m, 1)
-        T.sync_threads(2, 3 * GROUP)
         if g.tasks > 0:
             copy_rows(g, m, 0, 0, 0)
             T.ptx_commit_group()
@@ -264,7 +261,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         chunks = [(c, c * PIECE + group * 64, (0, 64)) for c in range(value_dim // PIECE)]
         if dim > value_dim:
             chunks.insert(0, (len(pieces) - 1, value_dim, (group * 32, 32)))
-        T.sync_threads(2, 3 * GROUP)
         for task in T.serial(g.tasks):
             blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
@@ -373,6 +369,10 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 query_full=T.alloc_barrier([WARPS] * len(pieces)),
                 query_free=T.alloc_barrier([2 * WARPS] * len(pieces)),
             )
+            plan(g, m, 0)
+            plan(g, m, 1)
+            # Before the groups part: bar.sync is an aligned barrier, of which all threads execute the same instruction.
+            T.sync_threads()
             tx = T.get_thread_binding()
             front_registers, back_registers = config.registers
             if tx < GROUP:
