@@ -47,7 +47,7 @@ def run(call: dict[str, Any], topk_length: Tensor | None = None, v_channels: int
 def dense(call: dict[str, Any], v_channels: int = 512) -> Tensor:
     """Softmax over the keys that a row names, in float64; a row that names none gives zeros."""
     query, key, indices = call["query"].double(), call["key"].double(), call["topk_indices"].long()
-    named = torch.zeros(*indices.shape[:2], key.shape[0] + 1, dtype=torch.bool)
+    named = torch.zeros(*indices.shape[:2], key.shape[0] + 1, dtype=torch.bool, device=indices.device)
     named = named.scatter(-1, torch.where(indices >= 0, indices, key.shape[0]), True)[..., :-1].unsqueeze(1)
     s = torch.einsum("sbhd,tbxd->bhst", query, key) * SCALE
     p = s.masked_fill(~named, -torch.inf).softmax(-1).nan_to_num(0.0)
