@@ -164,6 +164,18 @@ def test_a_function_that_is_handed_in_is_called(pair):
     assert not installed.calls
 
 
+@pytest.mark.parametrize(("head_dim", "most"), [(512, 4_194_240), (576, 3_728_256)])
+def test_more_keys_than_cudnn_counts_are_refused(head_dim, most, pair, monkeypatch):
+    pair()
+    assert 2**31 - 64 * head_dim <= most * head_dim < 2**31
+    takes = problem_with(batch=2, keys=most // 2, head_dim=head_dim)
+    assert flashmla_cudnn.refusal(takes) is None
+    more = replace(takes, keys=most // 2 + 1)
+    assert f"at D = {head_dim}, takes up to {most} keys" in flashmla_cudnn.refusal(more)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert flashmla_cudnn.refusal(more) is None
+
+
 # What the two libraries are handed.
 
 

@@ -34,6 +34,7 @@ MAX_GROUP = 128  # FlashMLA takes exactly 64 or 128 heads
 SLOT_ALIGNMENT, SLOT_ALIGNMENT_NV_DEV = 128, 512
 # exp(s - 1e30) is 0 for every logit, as it is at +inf; above 2.36e38 the product with log2(e) would overflow.
 LARGEST_SINK = 1e30
+SM90_KEY_BLOCK = 64  # keys that cuDNN's SM90 backward rounds up to
 NOT_DETERMINISTIC = "cuDNN's SM90 backward sums dkv with float32 atomics, so its gradients differ from run to run"
 
 
@@ -60,10 +61,20 @@ def refusal(problem: Problem) -> str | None:
         return NOT_DETERMINISTIC
     if problem.batch * problem.keys >= MAX_KEYS:
         return f"its key numbers are int32 over the whole batch; got {problem.batch} x {problem.keys} keys"
+    if major == 9 and problem.batch * problem.keys > most_keys(problem.head_dim):
+        return (
+            f"cuDNN's SM90 backward counts the elements of dkv in int32 and, at D = {problem.head_dim}, takes up to "
+            f"{most_keys(problem.head_dim)} keys over the whole batch; got {problem.batch} x {problem.keys}"
+        )
     for runtime in (vendor_runtimes.flash_mla(), vendor_runtimes.cudnn_dsa()):
         if runtime.found is None:
             return runtime.missing
     return vendor_runtimes.self_test_failure(problem, forward, backward)
+
+
+def most_keys(head_dim: int) -> int:
+    """The keys whose float32 dkv, in whole blocks, has fewer than 2^31 elements; from SM100 on cuDNN has 64 bits."""
+    return (2**31 - 1) // head_dim // SM90_KEY_BLOCK * SM90_KEY_BLOCK
 
 
 def forward(
