@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from slattn.backends import tilelang
+from slattn.backends import exact, tilelang
 from slattn.problem import describe
 
 BATCH, QUERIES, KEYS, SLOTS = 2, 7, 30, 70
@@ -49,7 +49,8 @@ def launches(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(tilelang, "kernel", kernel)
+    for module in (tilelang, exact):
+        monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(tilelang, "_arch", lambda device: 90)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     properties = types.SimpleNamespace(multi_processor_count=132)
@@ -74,8 +75,6 @@ def call(heads, head_dim, *, lengths=False, index_dtype=torch.int32, determinist
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False)])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
-    if deterministic and head_dim < 512:
-        pytest.skip("refused")
     for lengths, index_dtype in ((False, torch.int32), (True, torch.int64)):
         problem, tensors, grad_out = call(
             heads, head_dim, lengths=lengths, index_dtype=index_dtype, deterministic=deterministic
@@ -92,34 +91,14 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
                 tensors[1].shape,
             )
             kinds = [kind for kind, _ in launches]
+            wanted = ["Prepare"]
             if deterministic and needs[1]:
-                assert kinds == ["Prepare", "Compact", "HopperBackward", "Fold"]
-            elif heads > 32 and head_dim >= 512 and needs[0] and needs[1]:
-                assert kinds == ["Prepare", "Compact", "HopperBackward", "Finish"]
-            else:
-                assert kinds == ["Prepare", "Backward"]
-
-
-def test_deterministic_mode_takes_queries_in_parts(launches, monkeypatch):
-    monkeypatch.setattr(tilelang, "PARTIAL_BYTES", 800_000)
-    problem, tensors, grad_out = call(96, 576, deterministic=True)
-    out, lse = tilelang.forward(problem, *tensors)
-    tilelang.backward(*(problem, *tensors, out, lse, grad_out, None), needs=(True,) * 3, dkv_dtype=torch.float32)
-    parts = [sizes["tokens"] for kind, sizes in launches if kind == "HopperBackward"]
-    assert sum(parts) == BATCH * QUERIES
-    assert parts == [2] * 7  # 2 groups of 64 heads, 128 slots and 1161 bytes each
-
-
-@pytest.mark.usefixtures("launches")
-def test_the_sort_meets_nothing_but_rows(monkeypatch):
-    """What the list of rows leaves as it was, which here is everything, names no key."""
-    sorted_rows, by_key = [], tilelang._by_key
-    monkeypatch.setattr(tilelang, "_by_key", lambda rows, *sizes: sorted_rows.append(rows) or by_key(rows, *sizes))
-    problem, tensors, grad_out = call(64, 512, deterministic=True)
-    out, lse = tilelang.forward(problem, *tensors)
-    tilelang.backward(*(problem, *tensors, out, lse, grad_out, None), needs=(True,) * 3, dkv_dtype=torch.bfloat16)
-    assert [rows.shape for rows in sorted_rows] == [(BATCH * QUERIES, 128)]
-    assert (sorted_rows[0] == -1).all()
+                wanted += ["Tally", "Units"]
+            hopper = heads > 32 and head_dim >= 512 and needs[0] and needs[1]
+            wanted += ["Compact", "HopperBackward"] if hopper else ["Backward"]
+            if needs[1] and (hopper or deterministic):
+                wanted += ["Finish"]
+            assert kinds == wanted
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -133,7 +112,8 @@ def test_the_main_kernel_alone(launches, heads, given, deterministic):
     dq, dkv = tilelang.main_backward(problem, q, kv, indices, count, grad_out, lse, lse.clone(), dkv=total)
     assert dq is not None
     assert dkv is total if given else (dkv.dtype, dkv.shape) == (torch.float32, kv.shape)
-    kinds = ["Forward", "Compact", "HopperBackward", "Fold"] if deterministic else ["Backward"]
+    main = ["Compact", "HopperBackward"] if heads > 32 and deterministic else ["Backward"]
+    kinds = ["Forward", "Tally", "Units", *main, "Finish"] if deterministic else main
     assert [kind for kind, _ in launches] == kinds
 
 

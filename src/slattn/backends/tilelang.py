@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slattn.backends.exact import Sums, exact_sums, finish, plain_sums
+from slattn.backends.views import flat, pieces, rows
 from slattn.kernels import build
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
     VALUE_DIMS,
+    BackwardConfig,
     CompactConfig,
-    FinishConfig,
-    FoldConfig,
     HopperBackwardConfig,
     PrepareConfig,
     architecture,
@@ -28,7 +29,6 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
-PARTIAL_BYTES = 2 * 1024**3  # of partial rows at once, in deterministic mode
 
 
 def refusal(problem: Problem) -> str | None:
@@ -44,13 +44,7 @@ def refusal(problem: Problem) -> str | None:
         return f"the kernels count keys in int32, and {problem.batch} batch entries of {problem.keys} are too many"
     if problem.slots > 2**31 - 256:
         return f"the kernels count slots in int32, and {problem.slots} a row are too many"
-    reason = _machine_refusal(problem.device.index or 0)
-    if reason is None and problem.deterministic and not (_arch(problem.device) == 90 and problem.head_dim >= 512):
-        return (
-            "deterministic gradients come from a kernel for D = 512 and 576 on compute capability 9.0; the others sum "
-            "dkv by atomics, in an order that differs from run to run"
-        )
-    return reason
+    return _machine_refusal(problem.device.index or 0)
 
 
 @functools.cache
@@ -106,12 +100,12 @@ def forward(
     indices = int32_indices(indices, problem.keys)
     with torch.cuda.device(q.device):
         kernel(config)(
-            _rows(q),
-            _rows(kv, 1),
+            rows(q),
+            rows(kv, 1),
             indices.view(-1, problem.slots),
-            _flat(topk_length, indices),
-            _flat(sink, lse),
-            _rows(out),
+            flat(topk_length, indices),
+            flat(sink, lse),
+            rows(out),
             lse.view(-1, problem.heads),
             problem.queries,
             problem.keys,
@@ -138,58 +132,69 @@ def backward(
     dkv_dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dkv in `dkv_dtype`, dsink in fp32), None where `needs` says so."""
-    delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink)
+    norm = torch.empty_like(lse) if problem.deterministic and needs[1] else None
+    delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink, norm)
     dq, dkv = main_backward(
         *(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse),
         needs=needs[:2],
         dkv_dtype=dkv_dtype,
+        norm=norm,
     )
     return dq, dkv, dsink if needs[2] else None
 
 
 def prepare(
-    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, attn_sink: Tensor | None
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    attn_sink: Tensor | None,
+    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(delta [B, S, H], lse in base 2 with the sink [B, S, H], dsink [H] where there is a sink), all fp32."""
+    """(delta [B, S, H], lse in base 2 with the sink [B, S, H], dsink [H] where there is a sink), all fp32.
+
+    Writes the sum of |grad_out| over the columns into `norm` [B, S, H] where it is given.
+    """
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     sink = None if attn_sink is None else attn_sink.float()
     shares = lse2 if sink is None else torch.empty_like(lse)
-    if lse.numel():
-        with torch.cuda.device(out.device):
-            kernel(PrepareConfig(_arch(out.device)))(
-                _pieces(out),
-                _pieces(grad_out),
-                lse.view(-1),
-                _flat(sink, lse),
-                delta.view(-1),
-                lse2.view(-1),
-                shares.view(-1),
-                problem.heads,
-                1,
-                int(sink is not None),
-            )
+    _prepare(out, grad_out, delta, lse, (sink, lse2, shares), norm, problem.heads)
     return delta, lse2, None if sink is None else shares.sum((0, 1))
 
 
 def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
     """<out, grad_out> over the last axis, a multiple of 64, in fp32; out and grad_out bf16, contiguous."""
     delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
-    flat = delta.view(-1)
-    if flat.numel():
-        with torch.cuda.device(out.device):
-            kernel(PrepareConfig(_arch(out.device)))(
-                _pieces(out),
-                _pieces(grad_out),
-                flat,
-                flat[:1],
-                flat,
-                flat,
-                flat,
-                1,
-                0,
-                0,
-            )
+    _prepare(out, grad_out, delta)
     return delta
+
+
+def _prepare(
+    out: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
+    lse: Tensor | None = None,
+    sinks: tuple[Tensor | None, Tensor, Tensor] | None = None,
+    norm: Tensor | None = None,
+    heads: int = 1,
+) -> None:
+    """Launch it: delta is written; with lse also what `sinks` has after the sink; norm where it is given."""
+    if not delta.numel():
+        return
+    sink, lse2, shares = sinks or (None, delta, delta)
+    with torch.cuda.device(out.device):
+        kernel(PrepareConfig(_arch(out.device)))(
+            pieces(out),
+            pieces(grad_out),
+            (delta if lse is None else lse).view(-1),
+            flat(sink, delta),
+            *(x.view(-1) for x in (delta, lse2, shares)),
+            heads,
+            int(lse is not None),
+            int(sink is not None),
+            flat(norm, delta),
+            int(norm is not None),
+        )
 
 
 def main_backward(
@@ -207,13 +212,17 @@ def main_backward(
     needs: tuple[bool, bool] = (True, True),
     dkv: Tensor | None = None,
     dkv_dtype: torch.dtype = torch.float32,
+    norm: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dq [B, S, H, D] bf16, dkv [B, N, D] in `dkv_dtype`), from delta and an lse in base 2 with the sink.
 
     Adds into `dkv`, fp32, where it is given. lse is natural and over the keys alone; without it the portable kernel
-    runs, or in deterministic mode it is made anew.
+    runs, or in deterministic mode it is made anew. `norm`: of grad_out, as `prepare` gives it.
     """
     need_q, need_kv = needs
+    deterministic = problem.deterministic and need_kv
+    if deterministic and lse is None:
+        lse = forward(problem, q, kv, indices, None, topk_length)[1]
     if not (need_q or need_kv):
         return None, None
     dq = torch.empty_like(q) if need_q else None
@@ -226,37 +235,57 @@ def main_backward(
         grad_lse=grad_lse is not None,
         dq=need_q,
         dkv=need_kv,
-        deterministic=problem.deterministic,
+        deterministic=deterministic,
         lse=lse is not None,
     )
-    if isinstance(config, HopperBackwardConfig) and lse is None:
-        lse = forward(problem, q, kv, indices, None, topk_length)[1]
+    hopper = isinstance(config, HopperBackwardConfig)
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]
     with torch.cuda.device(q.device):
-        if isinstance(config, HopperBackwardConfig):
+        if deterministic:
+            sums = exact_sums(
+                problem,
+                config,
+                indices,
+                topk_length,
+                grad_out,
+                norm,
+                (*lses, lse2.view_as(lses[0])),
+                grad_lse is not None,
+            )
+        elif need_kv and (hopper or dkv is None):
+            sums = plain_sums(kv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32))
+        else:
+            sums = plain_sums(lse2.new_empty(1, problem.head_dim) if dkv is None else rows(dkv, 1))
+        if hopper and dq is not None:
             call = Call(q, kv, indices, topk_length, grad_out, (*statistics, *lses), grad_lse is not None)
-            into = kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
-            _hopper_backward(problem, config, call, torch.empty_like(q) if dq is None else dq, into, dkv is not None)
-            return dq, into
-        total = kv.new_zeros(kv.shape, dtype=torch.float32) if need_kv and dkv is None else dkv
-        kernel(config)(
-            _rows(q),
-            _rows(kv, 1),
-            _rows(grad_out),
-            indices.view(-1, problem.slots),
-            _flat(topk_length, indices),
-            *statistics,
-            _rows(q if dq is None else dq),
-            lse2.new_empty(1, problem.head_dim) if total is None else _rows(total, 1),
-            problem.queries,
-            problem.keys,
-            int(topk_length is not None),
-            problem.scale,
-            *lses,
-        )
-    return dq, dkv if total is None or dkv is not None else total.to(dkv_dtype)
+            _hopper_backward(problem, config, call, dq, sums)
+        else:
+            kernel(config)(
+                rows(q),
+                rows(kv, 1),
+                rows(grad_out),
+                indices.view(-1, problem.slots),
+                flat(topk_length, indices),
+                *statistics,
+                rows(q if dq is None else dq),
+                sums.table,
+                problem.queries,
+                problem.keys,
+                int(topk_length is not None),
+                problem.scale,
+                *lses,
+                sums.scales,
+                sums.whole,
+            )
+        if not need_kv or (dkv is not None and sums.table.data_ptr() == dkv.data_ptr()):
+            return dq, dkv
+        if not (hopper or deterministic):
+            return dq, sums.table.view(kv.shape).to(dkv_dtype)
+        into = kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
+        finish(config, sums, into, dkv is not None)
+        return dq, into
 
 
 def slot_probs(
@@ -276,10 +305,10 @@ def slot_probs(
     indices = int32_indices(indices, problem.keys)
     with torch.cuda.device(q.device):
         kernel(slot_probs_config(_arch(q.device), problem.heads, problem.head_dim))(
-            _rows(q),
-            _rows(kv, 1),
+            rows(q),
+            rows(kv, 1),
             indices.view(-1, problem.slots),
-            _flat(topk_length, indices),
+            flat(topk_length, indices),
             lse_all.view(-1, problem.heads),
             probs.view(-1, problem.slots),
             problem.queries,
@@ -304,89 +333,32 @@ class Call:
 
 
 def _hopper_backward(
-    problem: Problem, config: HopperBackwardConfig, call: Call, dq: Tensor, dkv: Tensor, add: bool
+    problem: Problem, config: HopperBackwardConfig | BackwardConfig, call: Call, dq: Tensor, sums: Sums
 ) -> None:
-    """Write dq and write dkv or add to it."""
-    room = max((problem.slots + 63) // 64, 1) * 64
-    rows = call.indices.new_empty(problem.tokens, room)
-    if config.partials:
-        rows.fill_(-1)  # the sort reads what follows a query's slots too
+    """Write dq and add to the table."""
+    listed = call.indices.new_empty(problem.tokens, max((problem.slots + 63) // 64, 1) * 64)
     counts = call.indices.new_empty(problem.tokens)
     kernel(CompactConfig())(
         call.indices.view(-1, problem.slots),
-        _flat(call.topk_length, call.indices),
-        rows,
+        flat(call.topk_length, call.indices),
+        listed,
         counts,
         problem.queries,
         problem.keys,
         int(call.topk_length is not None),
     )
-    sms = torch.cuda.get_device_properties(dq.device).multi_processor_count
-    table = dkv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32)
-    q, kv, grad_out, dq = _rows(call.q), _rows(call.kv, 1), _rows(call.grad_out), _rows(dq)
-
-    def launch(part: slice, total: Tensor, exponents: Tensor) -> None:
-        kernel(config)(
-            *(q[part], kv, grad_out[part], rows[part], counts[part]),
-            *(x[part] for x in call.statistics[:2]),
-            *(dq[part], total, exponents),
-            *(x[part] for x in call.statistics[2:]),
-            int(call.use_grad_lse),
-            problem.scale,
-            sms,
-        )
-
-    if not config.partials:
-        launch(slice(None), table, rows.new_empty(1, problem.head_dim // 64, dtype=torch.uint8))
-        kernel(FinishConfig(str(dkv.dtype).removeprefix("torch.")))(table.view(-1, 32), dkv.view(-1, 32), int(add))
-        return
-    groups = (problem.heads + config.head_tile - 1) // config.head_tile
-    queries = _queries_at_once(groups, room, problem.head_dim, sms)
-    partials = table.new_empty(min(queries, problem.tokens) * groups * room, problem.head_dim, dtype=torch.float16)
-    exponents = rows.new_empty(len(partials), problem.head_dim // 64, dtype=torch.uint8)
-    for start in range(0, problem.tokens, queries):
-        part = slice(start, start + queries)
-        launch(part, partials, exponents)
-        kernel(FoldConfig(problem.head_dim))(
-            partials, exponents, *_by_key(rows[part], len(table), groups), table, groups, room
-        )
-    dkv.copy_(table.view_as(dkv) + dkv if add else table.view_as(dkv))
-
-
-def _queries_at_once(groups: int, room: int, head_dim: int, sms: int) -> int:
-    """Queries whose partial rows fit in `PARTIAL_BYTES`: full rounds of the multiprocessors where that is possible."""
-    tasks = max(PARTIAL_BYTES // (room * (2 * head_dim + head_dim // 64)), groups)
-    return (tasks // sms * sms if tasks >= sms else tasks) // groups
-
-
-def _by_key(rows: Tensor, keys: int, groups: int) -> Pair:
-    """(order, starts): the slots that count sorted by the row of kv that they name, as the first group's partial rows,
-    and where each row's begin. A stable sort keeps queries and slots in their order.
-    """
-    room = rows.shape[1]
-    narrow = rows.view(-1).short() if keys < 2**15 else rows.view(-1)  # sorted by half of the passes
-    row, slot = narrow.sort(stable=True)
-    starts = torch.searchsorted(row, torch.arange(keys + 1, dtype=row.dtype, device=row.device), out_int32=True)
-    return (slot + slot // room * ((groups - 1) * room)).int(), starts
+    kernel(config)(
+        *(rows(call.q), rows(call.kv, 1), rows(call.grad_out), listed, counts),
+        *call.statistics[:2],
+        *(rows(dq), sums.table, sums.scales, sums.whole),
+        *call.statistics[2:],
+        int(call.use_grad_lse),
+        problem.scale,
+        torch.cuda.get_device_properties(dq.device).multi_processor_count,
+    )
 
 
 def _arch(device: torch.device) -> int:
     arch = architecture(torch.cuda.get_device_capability(device))
     assert arch is not None, "refusal() comes first"
     return arch
-
-
-def _rows(tensor: Tensor, keep: int = 2) -> Tensor:
-    """The tensor with all but its last `keep` axes joined, at an address that 16-byte loads take."""
-    tensor = tensor.view(-1, *tensor.shape[-keep:])
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _pieces(tensor: Tensor) -> Tensor:
-    """[..., d_v] as [rows, d_v / 64, 64]."""
-    return _rows(tensor, 1).view(-1, tensor.shape[-1] // 64, 64)
-
-
-def _flat(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """The tensor flat; where there is none, one element of another, which the kernel does not read."""
-    return stand_in.view(-1)[:1] if tensor is None else tensor.view(-1)

@@ -13,6 +13,7 @@ dQ comes before dKV, so that the key buffer is free while dKV is formed: the gat
 behind dKV and its reductions. Slots that do not count are neither loaded (the gather fills in zeros) nor reduced.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
@@ -34,6 +35,7 @@ from slattn.kernels.device import (
     store_heads,
     wait,
 )
+from slattn.kernels.exact_cuda import EXACT_PRELUDE
 
 
 def backward(config: BackwardConfig) -> Any:
@@ -41,16 +43,19 @@ def backward(config: BackwardConfig) -> Any:
 
     Parameters of the program, all contiguous: Q [T, H, D], KV [B * N, D], GradOut [T, H, d_v], Indices [T, K],
     Lengths [T] (any length, not read, unless use_lengths), Lse2 [T, H] (base 2, sink included, +inf for an empty
-    row), Delta [T, H], GradQ [T, H, D] (written), GradKV [B * N, D] fp32 (added to; any number
-    of rows without `config.dkv`), queries S, keys N, use_lengths,
-    scale, and Lse and GradLse [T, H] (natural, keys only; read with `config.grad_lse` only).
+    row), Delta [T, H], GradQ [T, H, D] (written), GradKV [B * N, D] fp32, or if `deterministic` [B * N, D / 2] int64
+    (added to; any number of rows without `config.dkv`), queries S, keys N, use_lengths,
+    scale, Lse and GradLse [T, H] (natural, keys only; read with `config.grad_lse` only), and Scales [B * N] fp32 and
+    Whole [B * N, D] int64 (added to), of any length and not read unless `deterministic` (`slattn.kernels.exact_cuda`).
     """
     head_tile, block, threads = config.head_tile, config.block, config.threads
     dim, value_dim, chunk = config.head_dim, config.value_dim, config.chunk
     parts = config.query_parts if config.dq else ()
     gemm = T.wgmma_gemm if config.wgmma else T.gemm
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    lengths, sums = T.dynamic("lengths, sums")
+    lengths, sums, units, wholes = T.dynamic("lengths, sums, units, wholes")
+    warps, exact = threads // 32, config.deterministic
+    prelude = PRELUDE + (EXACT_PRELUDE if exact else "")
 
     @T.prim_func
     def main(
@@ -62,15 +67,22 @@ def backward(config: BackwardConfig) -> Any:
         Lse2: T.Tensor((tokens, heads), FP32),
         Delta: T.Tensor((tokens, heads), FP32),
         GradQ: T.Tensor((tokens, heads, dim), BF16),
-        GradKV: T.Tensor((sums, dim), FP32),
+        GradKV: T.Tensor((sums, dim // 2) if exact else (sums, dim), "int64" if exact else FP32),
         queries: T.int32,
         keys: T.int32,
         use_lengths: T.int32,
         scale: T.float32,
         Lse: T.Tensor((tokens, heads), FP32),
         GradLse: T.Tensor((tokens, heads), FP32),
+        Scales: T.Tensor((units,), FP32),
+        Whole: T.Tensor((wholes, dim), "int64"),
     ):
-        with T.Kernel(*grid(tokens, heads, head_tile), threads=threads, prelude=PRELUDE) as (bx, by, bz):
+        with T.Kernel(*grid(tokens, heads, head_tile), threads=threads, prelude=prelude) as (
+            bx,
+            by,
+            bz,
+        ):
+            g = SimpleNamespace(grad_kv=GradKV, scales=Scales, whole=Whole)
             q_s = T.alloc_shared((head_tile, dim), BF16)
             do_s = T.alloc_shared((head_tile, value_dim), BF16)
             kv_s = T.alloc_shared((1, block, dim), BF16)
@@ -144,13 +156,12 @@ def backward(config: BackwardConfig) -> Any:
                         gemm(p_s, do_s[:, columns], dkv, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                         gemm(ds_s, q_s[:, columns], dkv, policy=T.GemmWarpPolicy.FullRow)
                         wait(config.wgmma)
-                        reduce_rows(dkv, GradKV, row_s, b % 2, first, c * chunk + tx // 128 * 64, threads // 32)
+                        reduce_rows(g, dkv, row_s, b % 2, first, c * chunk + tx // 128 * 64, warps, dim, exact)
                     if config.dkv and dim > value_dim:
                         gemm(ds_s, q_s[:, value_dim:dim], tail, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                         wait(config.wgmma)
-                        reduce_rows(
-                            tail, GradKV, row_s, b % 2, first, value_dim + tx // 128 * (8192 // threads), threads // 32
-                        )
+                        start = value_dim + tx // 128 * (8192 // threads)
+                        reduce_rows(g, tail, row_s, b % 2, first, start, warps, dim, exact)
                 T.ptx_wait_group(0)
                 if config.dq:
                     T.sync_threads()

@@ -23,11 +23,12 @@ from slattn.kernels.config import (
     CompactConfig,
     Config,
     FinishConfig,
-    FoldConfig,
     ForwardConfig,
     HopperBackwardConfig,
     PrepareConfig,
     SlotProbsConfig,
+    TallyConfig,
+    UnitsConfig,
 )
 from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
 
@@ -161,10 +162,12 @@ def program(config: Config) -> Any:
         from slattn.kernels.slot_probs import slot_probs
 
         return slot_probs(config)
-    from slattn.kernels import collect, prepare
+    from slattn.kernels import collect, exact, prepare
 
-    if isinstance(config, FoldConfig):
-        return collect.fold(config)
+    if isinstance(config, TallyConfig):
+        return exact.tally(config)
+    if isinstance(config, UnitsConfig):
+        return exact.units(config)
     if isinstance(config, FinishConfig):
         return collect.finish(config)
     if isinstance(config, CompactConfig):

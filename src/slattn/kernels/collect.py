@@ -1,12 +1,12 @@
-"""The small device programs after the Hopper backward's: dkv out of its table, or summed from its partial rows."""
+"""The small device program after the backward: dkv out of its table."""
 
 from typing import Any
 
 import tilelang.language as T
 
-from slattn.kernels.config import FinishConfig, FoldConfig
+from slattn.kernels.config import FinishConfig
 from slattn.kernels.device import FP32, INT32
-from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
+from slattn.kernels.exact_cuda import EXACT_PRELUDE
 
 
 def column_in_table(column: Any) -> Any:
@@ -16,60 +16,49 @@ def column_in_table(column: Any) -> Any:
     return column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 * 2 + column % 2
 
 
+def word_of(column: Any) -> Any:
+    """Which of the 16 integers for 32 columns a column is in, in deterministic mode (`add_units` in exact_cuda)."""
+    return column // 8 % 2 * 8 + column // 16 * 4 + column % 8 // 2
+
+
 def finish(config: FinishConfig) -> Any:
-    """The program that takes dkv out of the Hopper backward's table.
+    """The program that takes dkv out of the Hopper backward's table, or in deterministic mode of either backward's.
 
-    Parameters of the program, all contiguous: Table [N * D / 32, 32] fp32; DKV, the same in the configuration's dtype
-    (written); add, whether DKV is added to instead.
+    Parameters of the program, all contiguous: Table [N * D / 32, 32] fp32, or [N * D / 32, 16] int64 if deterministic;
+    DKV [N * D / 32, 32] in the configuration's dtype (written); add, whether DKV is added to instead; and, read only
+    if deterministic, Whole [N * D / 32, 32] int64, Scales and Parts [N] and pieces, D / 32.
     """
-    pieces = T.dynamic("pieces")
-
-    @T.prim_func
-    def main(Table: T.Tensor((pieces, 32), FP32), DKV: T.Tensor((pieces, 32), config.dtype), add: T.int32):
-        with T.Kernel(T.ceildiv(pieces, config.threads), threads=config.threads) as bx:
-            value = T.alloc_fragment((config.threads, 32), FP32)
-            for i, j in T.Parallel(config.threads, 32):
-                if bx * config.threads + i < pieces:
-                    value[i, j] = Table[bx * config.threads + i, column_in_table(j)]
-                    if add != 0:
-                        value[i, j] += DKV[bx * config.threads + i, j]
-                    DKV[bx * config.threads + i, j] = value[i, j]
-
-    return main
-
-
-def fold(config: FoldConfig) -> Any:
-    """The program that adds up the Hopper backward's partial rows.
-
-    Parameters of the program, all contiguous: Partials [X, D] fp16 and Exponents [X, D / 64] uint8, as the backward
-    wrote them; Order [P], the first group's row of each slot, sorted by the key that it names; Starts [N + 1], where
-    each key's begin; DKV [N, D] fp32 (added to); groups of heads, and room, the rows between two of them.
-    """
-    dim = config.head_dim
-    partials, pairs, keys, starts = T.dynamic("partials, pairs, keys, starts")
+    exact, threads = config.deterministic, config.threads
+    pieces, wholes, rows = T.dynamic("pieces, wholes, rows")
 
     @T.prim_func
     def main(
-        Partials: T.Tensor((partials, dim), "float16"),
-        Exponents: T.Tensor((partials, dim // 64), "uint8"),
-        Order: T.Tensor((pairs,), INT32),
-        Starts: T.Tensor((starts,), INT32),
-        DKV: T.Tensor((keys, dim), FP32),
-        groups: T.int32,
-        room: T.int32,
+        Table: T.Tensor((pieces, 16) if exact else (pieces, 32), "int64" if exact else FP32),
+        DKV: T.Tensor((pieces, 32), config.dtype),
+        add: T.int32,
+        Whole: T.Tensor((wholes, 32), "int64"),
+        Scales: T.Tensor((rows,), FP32),
+        Parts: T.Tensor((rows,), INT32),
+        pieces_of_a_row: T.int32,
     ):
-        with T.Kernel(keys, threads=config.threads, prelude=HOPPER_PRELUDE) as bx:
-            T.call_extern(
-                "handle",
-                f"slattn::fold_rows<{dim}>",
-                T.access_ptr(Partials, "r"),
-                T.access_ptr(Exponents, "r"),
-                T.access_ptr(Order, "r"),
-                Starts[bx],
-                Starts[bx + 1],
-                groups,
-                room,
-                T.access_ptr(DKV[bx, 0], "rw"),
-            )
+        with T.Kernel(T.ceildiv(pieces, threads), threads=threads, prelude=EXACT_PRELUDE) as bx:
+            value = T.alloc_fragment((threads, 32), FP32)
+            for i, j in T.Parallel(threads, 32):
+                if bx * threads + i < pieces:
+                    if exact:
+                        value[i, j] = T.call_extern(
+                            FP32,
+                            "slattn::sum_of",
+                            Table[bx * threads + i, word_of(j)],
+                            Parts[(bx * threads + i) // pieces_of_a_row],
+                            j % 2 != 0,
+                            Scales[(bx * threads + i) // pieces_of_a_row],
+                            Whole[bx * threads + i, j],
+                        )
+                    else:
+                        value[i, j] = Table[bx * threads + i, column_in_table(j)]
+                    if add != 0:
+                        value[i, j] += DKV[bx * threads + i, j]
+                    DKV[bx * threads + i, j] = value[i, j]
 
     return main

@@ -39,7 +39,10 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """One compiled backward kernel. `grad_lse`: a gradient of lse comes in. dq, dkv: which gradients it computes."""
+    """One compiled backward kernel. `grad_lse`: a gradient of lse comes in. dq, dkv: which gradients it computes.
+
+    `deterministic`: dkv is summed in integers (`slattn.kernels.exact_cuda`).
+    """
 
     arch: int
     head_tile: int
@@ -49,6 +52,7 @@ class BackwardConfig:
     grad_lse: bool = False
     dq: bool = True
     dkv: bool = True
+    deterministic: bool = False
     block: int = 64  # the reductions are written for 4 warps of 16 rows
 
     @property
@@ -79,12 +83,12 @@ class BackwardConfig:
 class HopperBackwardConfig:
     """One compiled Hopper backward kernel: three warpgroups over 64 heads and 64 slots a step, both gradients.
 
-    `partials`: what each slot adds to dkv is written by itself, for a `FoldConfig` to sum in order.
+    `deterministic`: dkv is summed in integers (`slattn.kernels.exact_cuda`).
     """
 
     head_dim: int
     value_dim: int
-    partials: bool = False
+    deterministic: bool = False
     arch: int = 90
     head_tile: int = 64
 
@@ -158,23 +162,27 @@ class CompactConfig:
 
 
 @dataclass(frozen=True)
-class FoldConfig:
-    """One compiled kernel that adds up the partial rows of each key, in their order, 8 columns a thread."""
+class TallyConfig:
+    """One compiled kernel that notes how much a backward adds to each row of dkv, a warp a query."""
 
-    head_dim: int
-    arch: int = 90
+    arch: int
+    threads: int = 128
 
-    @property
-    def threads(self) -> int:
-        """One for each 8 columns."""
-        return self.head_dim // 8
+
+@dataclass(frozen=True)
+class UnitsConfig:
+    """One compiled kernel that makes each row's unit of that, a thread a row."""
+
+    arch: int
+    threads: int = 128
 
 
 @dataclass(frozen=True)
 class FinishConfig:
-    """One compiled kernel that takes dkv out of the Hopper backward's table, in `dtype`."""
+    """One compiled kernel that takes dkv out of the table that a backward leaves, in `dtype`."""
 
     dtype: str
+    deterministic: bool = False
     arch: int = 90
     threads: int = 128
 
@@ -186,7 +194,8 @@ Config = (
     | PrepareConfig
     | CompactConfig
     | FinishConfig
-    | FoldConfig
+    | TallyConfig
+    | UnitsConfig
     | SlotProbsConfig
 )
 
@@ -256,17 +265,16 @@ def backward_config(
     """The backward's configuration for a head count. `lse`: the one over the keys alone is at hand.
 
     On Hopper its own kernel where it is written for the call, faster than the portable one at every shape measured
-    (docs/performance.md); in deterministic mode for every head count, because the portable one adds to dkv in no fixed
-    order. Elsewhere the widest head tile that covers the heads and fits.
+    (docs/performance.md). Elsewhere the widest head tile that covers the heads and fits.
     """
-    if deterministic and dkv:
-        return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim], partials=True)
+    deterministic = deterministic and dkv
     widest = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
     if arch == 90 and widest == 64 and head_dim >= 512 and dq and dkv and lse:
-        return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim])
+        return HopperBackwardConfig(head_dim, VALUE_DIMS[head_dim], deterministic)
+    value_dim, flags = VALUE_DIMS[head_dim], {"grad_lse": grad_lse, "dq": dq, "dkv": dkv}
     for tile in (tile for tile in head_tiles(head_dim) if tile <= widest):
         threads = 128 if tile == 16 or head_dim < 256 else 256
-        config = BackwardConfig(arch, tile, head_dim, VALUE_DIMS[head_dim], threads, grad_lse=grad_lse, dq=dq, dkv=dkv)
+        config = BackwardConfig(arch, tile, head_dim, value_dim, threads, **flags, deterministic=deterministic)
         if config.shared_bytes <= SHARED_BYTES[arch]:
             break
     return config
@@ -299,8 +307,11 @@ def needed(
     backward = backward_config(arch, heads, head_dim, grad_lse=grad_lse, deterministic=deterministic)
     configs: list[Config] = [backward, forward_config(arch, heads, head_dim), PrepareConfig(arch)]
     if isinstance(backward, HopperBackwardConfig):
-        finish = [FoldConfig(head_dim)] if deterministic else [FinishConfig("bfloat16"), FinishConfig("float32")]
-        configs += [CompactConfig(), *finish]
+        configs += [CompactConfig()]
+    if deterministic or isinstance(backward, HopperBackwardConfig):
+        configs += [FinishConfig(dtype, deterministic, arch) for dtype in ("bfloat16", "float32")]
+    if deterministic:
+        configs += [TallyConfig(arch), UnitsConfig(arch)]
     return configs
 
 
@@ -311,13 +322,16 @@ def claimed() -> list[Config]:
         for head_dim in VALUE_DIMS:
             configs += [forward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
             configs += [backward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
+            configs += [backward_config(arch, 16, head_dim, deterministic=True)]
     configs += [forward_config(90, 64, 512, reference_rounding=True)]
     configs += [backward_config(90, 16, 576, grad_lse=True)]
     configs += [backward_config(90, 64, head_dim, lse=False) for head_dim in (512, 576)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
     configs += [PrepareConfig(arch) for arch in TARGETS] + [CompactConfig()]
-    configs += [FinishConfig("bfloat16"), FinishConfig("float32")]
-    configs += [kind for dim in (512, 576) for kind in (HopperBackwardConfig(dim, 512, partials=True), FoldConfig(dim))]
+    configs += [FinishConfig(dtype) for dtype in ("bfloat16", "float32")]
+    configs += [FinishConfig(dtype, True, arch) for dtype in ("bfloat16", "float32") for arch in TARGETS]
+    configs += [HopperBackwardConfig(head_dim, 512, deterministic=True) for head_dim in (512, 576)]
+    configs += [kind(arch) for kind in (TallyConfig, UnitsConfig) for arch in TARGETS]
     configs += [
         slot_probs_config(arch, heads, head_dim) for arch in TARGETS for head_dim in VALUE_DIMS for heads in (64, 128)
     ]

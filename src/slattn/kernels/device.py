@@ -149,19 +149,67 @@ def gather_rows(slot: Any, kv: Any, tile: Any, rows: Any, buffer: Any, first: An
 
 
 @T.macro
-def reduce_rows(tile: Any, table: Any, rows: Any, buffer: Any, first: Any, column: Any, warps: int = 4):
-    """Add rows of an accumulator to table[first + rows[buffer], column:], where rows are not -1.
+def reduce_rows(g: Any, tile: Any, rows: Any, buffer: Any, first: Any, column: Any, warps: int, dim: int, exact: bool):
+    """Add rows of an accumulator to g.grad_kv[first + rows[buffer], column:], where rows are not -1.
 
     Each 4 of the `warps` that hold `tile` [64, columns] have their share of its columns; `column` is where the
-    calling thread's share begins.
+    calling thread's share begins. `exact`: in the rows' units, by g.scales and g.whole (see exact_cuda.py).
     """
+    if exact:
+        scale = T.alloc_local((2,), FP32)
+        read_scales(g, scale, rows, buffer, first)
+        add_exactly(g, tile, scale, rows, buffer, first, column, (tile.shape[1] * 4 // warps, 0), dim)
+    else:
+        T.call_extern(
+            "handle",
+            f"slattn::reduce_rows<{tile.shape[1] * 4 // warps}>",
+            tile.data,
+            T.access_ptr(g.grad_kv, "rw"),
+            T.access_ptr(rows[buffer, 0], "r", tile.shape[0]),
+            first,
+            dim,
+            column,
+        )
+
+
+@T.macro
+def read_scales(g: Any, scale: Any, rows: Any, buffer: Any, first: Any):
+    """scale[0:2] = those of the two rows of a block that a thread has in an accumulator."""
     T.call_extern(
         "handle",
-        f"slattn::reduce_rows<{tile.shape[1] * 4 // warps}>",
+        "slattn::scales_of",
+        scale.data,
+        T.access_ptr(g.scales, "r"),
+        T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),
+        T.cast(first, "int64"),
+    )
+
+
+@T.macro
+def add_exactly(
+    g: Any, tile: Any, scale: Any, rows: Any, buffer: Any, first: Any, column: Any, part: tuple[int, int], dim: int
+):
+    """Add columns of an accumulator, `part`: how many and from which on, in the units of their rows."""
+    T.call_extern(
+        "handle",
+        f"slattn::peel_rows<{part[0]}, {part[1]}>",
         tile.data,
-        T.access_ptr(table, "rw"),
-        T.access_ptr(rows[buffer, 0], "r", tile.shape[0]),
-        first,
-        table.shape[1],
+        scale.data,
+        T.access_ptr(g.scales, "rw"),
+        T.access_ptr(g.whole, "rw"),
+        T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),
+        T.cast(first, "int64"),
+        dim,
+        column,
+    )
+    T.call_extern(
+        "handle",
+        f"slattn::add_units<{part[0]}, {part[1]}>",
+        tile.data,
+        scale.data,
+        T.access_ptr(g.grad_kv, "rw"),
+        T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),
+        T.cast(first, "int64"),
+        dim,
         column,
     )

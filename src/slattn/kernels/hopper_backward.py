@@ -20,7 +20,8 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import HopperBackwardConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.device import BF16, FP32, INT32, LOG2E, add_exactly, read_scales
+from slattn.kernels.exact_cuda import EXACT_PRELUDE
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE, store_rows
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
@@ -36,15 +37,14 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
     use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
-    `slattn.kernels.collect.finish`; scale; sms, the number of blocks of threads to launch, which share the queries.
-
-    With `partials` GradKV is [T * G * K', D] fp16, G = H / 64 rounded up, with Exponents [T * G * K', D / 64] uint8
-    after it, both written: each slot's share of its key's gradient, by groups of 64 heads (`write_rows` in
-    `slattn.kernels.hopper_cuda`). Otherwise Exponents is not read.
+    `slattn.kernels.collect.finish`, or if `deterministic` [N, D / 2] int64; then Scales [N] fp32 and Whole [N, D]
+    int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the number of
+    blocks of threads to launch, which share the queries.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    partials, exponents = T.dynamic("partials, exponents")
+    units, wholes = T.dynamic("units, wholes")
+    prelude = HOPPER_PRELUDE + (EXACT_PRELUDE if config.deterministic else "")
     # (start, width) of the columns gathered at a time. A Python loop over these writes its body out for each.
     pieces = tuple((c, min(PIECE, dim - c)) for c in range(0, dim, PIECE))
     every_piece = tuple(range(len(pieces)))
@@ -117,11 +117,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     def blocks_of(m: Any, task: Any) -> Any:
         """The blocks of a task's slots; one where there are none, which makes dQ zero."""
         return T.max(T.ceildiv(m.task[task % 8, 2], BLOCK), 1)
-
-    def partial_row(g: Any, m: Any, task: Any, b: Any) -> Any:
-        """The first partial row of a task's block."""
-        pair = m.task[task % 8, 0] * g.groups + m.task[task % 8, 1] // HEADS
-        return T.cast(pair, "int64") * slots + b * BLOCK
 
     @T.macro
     def copy_rows(g: Any, m: Any, step: Any, task: Any, b: Any):
@@ -257,6 +252,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         """
         dq = T.alloc_fragment((HEADS, SHARE), FP32)
         dkv = T.alloc_fragment((BLOCK, 64), FP32)
+        scale = T.alloc_local((2,), FP32)
         step = T.alloc_var(INT32, 0)
         chunks = [(c, c * PIECE + group * 64, (0, 64)) for c in range(value_dim // PIECE)]
         if dim > value_dim:
@@ -265,6 +261,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
                 T.barrier_wait(m.scores_full, step % 2)
+                if config.deterministic:
+                    read_scales(g, scale, m.rows, T.truncmod(step, 3), 0)
                 for i, (c, column, part) in tuple(enumerate(chunks)):
                     if i == 0 and group == 1:
                         chunk(m, dkv, step % buffers, column)
@@ -290,15 +288,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     if i + 1 == len(chunks):
                         arrive(m.scores_free, step % buffers)
                     first, width = part
-                    if config.partials:
-                        T.call_extern(
-                            "handle",
-                            f"slattn::write_rows<{width}, {first}, {column}, {dim}>",
-                            dkv.data,
-                            T.access_ptr(g.grad_kv, "w"),
-                            T.access_ptr(g.exponents, "w"),
-                            partial_row(g, m, task, b),
-                        )
+                    if config.deterministic:
+                        add_exactly(g, dkv, scale, m.rows, T.truncmod(step, 3), 0, column, (width, first), dim)
                     else:
                         T.call_extern(
                             "handle",
@@ -321,15 +312,18 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         Lse2: T.Tensor((tokens, heads), FP32),
         Delta: T.Tensor((tokens, heads), FP32),
         GradQ: T.Tensor((tokens, heads, dim), BF16),
-        GradKV: T.Tensor((partials if config.partials else rows, dim), "float16" if config.partials else FP32),
-        Exponents: T.Tensor((exponents, dim // 64), "uint8"),
+        GradKV: T.Tensor(
+            (rows, dim // 2) if config.deterministic else (rows, dim), "int64" if config.deterministic else FP32
+        ),
+        Scales: T.Tensor((units,), FP32),
+        Whole: T.Tensor((wholes, dim), "int64"),
         Lse: T.Tensor((tokens, heads), FP32),
         GradLse: T.Tensor((tokens, heads), FP32),
         use_grad_lse: T.int32,
         scale: T.float32,
         sms: T.int32,
     ):
-        with T.Kernel(sms, threads=3 * GROUP, prelude=HOPPER_PRELUDE) as bx:
+        with T.Kernel(sms, threads=3 * GROUP, prelude=prelude) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
             tasks = T.alloc_var(INT32, T.truncdiv(tokens * groups - bx + sms - 1, sms))
             g = SimpleNamespace(
@@ -343,7 +337,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 lse=Lse,
                 grad_lse=GradLse,
                 use_grad_lse=use_grad_lse,
-                exponents=Exponents,
+                scales=Scales,
+                whole=Whole,
                 grad_q=GradQ,
                 grad_kv=GradKV,
                 scale=scale,

@@ -17,10 +17,11 @@ def prepare(config: PrepareConfig) -> Any:
     Parameters of the program, all contiguous: Out, GradOut [T * H, d_v / 64, 64]; Lse [T * H] (natural, keys only,
     +inf for an empty row); Sink [H] (any length, not read, unless use_sink); Delta, Lse2 and GradSink [T * H]
     (written; GradSink, each query's share of the sink's gradient, only with use_sink); heads H; use_lse, without
-    which only Delta is written, whatever the row; use_sink.
+    which only Delta is written, whatever the row; use_sink; Norm [T * H] (written with use_norm, the sum of
+    |grad_out|).
     """
     block, threads = config.rows, config.threads
-    rows, pieces, sinks = T.dynamic("rows, pieces, sinks")
+    rows, pieces, sinks, norms = T.dynamic("rows, pieces, sinks, norms")
 
     @T.prim_func
     def main(
@@ -34,24 +35,33 @@ def prepare(config: PrepareConfig) -> Any:
         heads: T.int32,
         use_lse: T.int32,
         use_sink: T.int32,
+        Norm: T.Tensor((norms,), FP32),
+        use_norm: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, block), threads=threads) as bx:
             product = T.alloc_fragment((block, 64), FP32)
+            size = T.alloc_fragment((block, 64), FP32)
+            norm = T.alloc_fragment((block,), FP32)
             delta = T.alloc_fragment((block,), FP32)
             sink = T.alloc_fragment((block,), FP32)
             lse = T.alloc_fragment((block,), FP32)
             peak = T.alloc_fragment((block,), FP32)
             lse2 = T.alloc_fragment((block,), FP32)
             T.fill(product, 0)
+            T.fill(size, 0)
             for c in T.serial(pieces):
                 for i, j in T.Parallel(block, 64):
                     if bx * block + i < rows:
                         product[i, j] += T.cast(Out[bx * block + i, c, j], FP32) * T.cast(
                             GradOut[bx * block + i, c, j], FP32
                         )
+                        size[i, j] += T.abs(T.cast(GradOut[bx * block + i, c, j], FP32))
             T.reduce_sum(product, delta, dim=1)
+            T.reduce_sum(size, norm, dim=1)
             for i in T.Parallel(block):
                 if bx * block + i < rows:
+                    if use_norm != 0:
+                        Norm[bx * block + i] = norm[i]
                     if use_lse == 0:
                         Delta[bx * block + i] = delta[i]
                     else:

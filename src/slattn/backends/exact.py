@@ -1,0 +1,77 @@
+"""What a backward sums dkv in: fp32, or in deterministic mode integers of each row's unit, exact in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slattn.backends.views import flat, rows
+from slattn.kernels.build import kernel
+from slattn.kernels.config import BackwardConfig, FinishConfig, HopperBackwardConfig, TallyConfig, UnitsConfig
+from slattn.problem import Problem
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The table of a call, for each row of kv, and in deterministic mode what `slattn.kernels.exact_cuda` needs."""
+
+    table: Tensor  # [B * N, D] fp32, or [B * N, D / 2] int64
+    scales: Tensor  # [B * N]: 1 / the unit
+    parts: Tensor  # [B * N]: how many are added
+    whole: Tensor  # [B * N, D] int64: what is beyond the limit, in multiples of twice that
+
+
+def plain_sums(table: Tensor) -> Sums:
+    """Those of a table of fp32, with stand-ins for what is not read."""
+    none = table.new_empty(1, table.shape[-1], dtype=torch.int64)
+    return Sums(table, none.view(torch.float32).view(-1)[:1], none.view(torch.int32).view(-1)[:1], none)
+
+
+def exact_sums(
+    problem: Problem,
+    config: BackwardConfig | HopperBackwardConfig,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    grad_out: Tensor,
+    norm: Tensor | None,
+    lses: tuple[Tensor, ...],
+    use_grad_lse: bool,
+) -> Sums:
+    """Those of a call, with nothing in them yet. lses: lse, grad_lse and lse2, [T, H]."""
+    lse, grad_lse, lse2 = lses
+    if norm is None:
+        norm = grad_out.abs().sum(-1, dtype=torch.float32)
+    keys = problem.batch * problem.keys
+    size, parts = indices.new_zeros(2, keys).unbind()
+    kernel(TallyConfig(config.arch))(
+        indices.view(-1, problem.slots),
+        flat(topk_length, indices),
+        norm.view(-1, problem.heads),
+        *(lse, lse2, grad_lse, size, parts),
+        problem.queries,
+        problem.keys,
+        int(topk_length is not None),
+        int(use_grad_lse),
+        problem.value_dim,
+        (problem.heads + config.head_tile - 1) // config.head_tile,
+    )
+    scales = lse.new_empty(keys)
+    kernel(UnitsConfig(config.arch))(size, parts, scales)
+    table = indices.new_zeros(keys, problem.head_dim // 2, dtype=torch.int64)
+    return Sums(table, scales, parts, indices.new_zeros(keys, problem.head_dim, dtype=torch.int64))
+
+
+def finish(config: BackwardConfig | HopperBackwardConfig, sums: Sums, dkv: Tensor, add: bool) -> None:
+    """Write dkv, bf16 or fp32, or add to it."""
+    pieces = dkv.shape[-1] // 32
+    kernel(FinishConfig(str(dkv.dtype).removeprefix("torch."), config.deterministic, config.arch))(
+        sums.table.view(len(sums.table) * pieces, -1),
+        rows(dkv, 1).view(-1, 32),
+        int(add),
+        sums.whole.view(-1, 32),
+        sums.scales,
+        sums.parts,
+        pieces,
+    )

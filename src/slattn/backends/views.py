@@ -1,0 +1,19 @@
+"""Tensors as our kernels take them."""
+
+from torch import Tensor
+
+
+def rows(tensor: Tensor, keep: int = 2) -> Tensor:
+    """The tensor with all but its last `keep` axes joined, at an address that 16-byte loads take."""
+    tensor = tensor.view(-1, *tensor.shape[-keep:])
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def pieces(tensor: Tensor) -> Tensor:
+    """[..., d_v] as [rows, d_v / 64, 64]."""
+    return rows(tensor, 1).view(-1, tensor.shape[-1] // 64, 64)
+
+
+def flat(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """The tensor flat; where there is none, one element of another, which the kernel does not read."""
+    return stand_in.view(-1)[:1] if tensor is None else tensor.view(-1)

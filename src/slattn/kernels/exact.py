@@ -1,0 +1,79 @@
+"""The small device programs of deterministic mode, before the backward: the units that each row of dkv is summed in."""
+
+from typing import Any
+
+import tilelang.language as T
+
+from slattn.kernels.config import TallyConfig, UnitsConfig
+from slattn.kernels.device import FP32, INT32
+from slattn.kernels.exact_cuda import EXACT_PRELUDE
+
+
+def tally(config: TallyConfig) -> Any:
+    """The program that notes how much is added to each row of dkv, and of what size (`tally_row` in exact_cuda).
+
+    Parameters of the program, all contiguous: Indices [T, K]; Lengths [T] (any length, not read, unless use_lengths);
+    Norm [T, H], the sum of |dO| over the columns, fp32; Lse (natural, keys only), Lse2 (base 2, with the sink) and
+    GradLse (read with use_grad_lse only) [T, H]; Size and Parts [B * N] int32, zeros before (written: a float's bits,
+    and a number); queries and keys of a batch entry; use_lengths; use_grad_lse; columns d_v; groups of heads.
+    """
+    tokens, slots, heads, rows, lengths = T.dynamic("tokens, slots, heads, rows, lengths")
+
+    @T.prim_func
+    def main(
+        Indices: T.Tensor((tokens, slots), INT32),
+        Lengths: T.Tensor((lengths,), INT32),
+        Norm: T.Tensor((tokens, heads), FP32),
+        Lse: T.Tensor((tokens, heads), FP32),
+        Lse2: T.Tensor((tokens, heads), FP32),
+        GradLse: T.Tensor((tokens, heads), FP32),
+        Size: T.Tensor((rows,), INT32),
+        Parts: T.Tensor((rows,), INT32),
+        queries: T.int32,
+        keys: T.int32,
+        use_lengths: T.int32,
+        use_grad_lse: T.int32,
+        columns: T.int32,
+        groups: T.int32,
+    ):
+        warps = config.threads // 32
+        with T.Kernel(T.ceildiv(tokens, warps), threads=config.threads, prelude=EXACT_PRELUDE) as bx:
+            t = T.alloc_var(INT32, bx * warps + T.get_thread_binding() // 32)
+            count = T.alloc_var(INT32, slots)
+            if t < tokens:
+                if use_lengths != 0:
+                    count = T.min(T.max(Lengths[t], 0), slots)
+                T.call_extern(
+                    "handle",
+                    "slattn::tally_row",
+                    T.access_ptr(Indices[t, 0], "r"),
+                    count,
+                    keys,
+                    T.cast(t // queries, "int64") * keys,
+                    T.access_ptr(Norm[t, 0], "r"),
+                    T.access_ptr(Lse[t, 0], "r"),
+                    T.access_ptr(Lse2[t, 0], "r"),
+                    T.access_ptr(GradLse[t, 0], "r"),
+                    use_grad_lse != 0,
+                    heads,
+                    columns,
+                    groups,
+                    T.access_ptr(Size, "rw"),
+                    T.access_ptr(Parts, "rw"),
+                )
+
+    return main
+
+
+def units(config: UnitsConfig) -> Any:
+    """The program that makes each row's scale of its tally: Size and Parts [N] int32 in, Scales [N] fp32 out."""
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def main(Size: T.Tensor((rows,), INT32), Parts: T.Tensor((rows,), INT32), Scales: T.Tensor((rows,), FP32)):
+        with T.Kernel(T.ceildiv(rows, config.threads), threads=config.threads, prelude=EXACT_PRELUDE) as bx:
+            n = T.alloc_var(INT32, bx * config.threads + T.get_thread_binding())
+            if n < rows:
+                Scales[n] = T.call_extern(FP32, "slattn::unit_of", Size[n], Parts[n])
+
+    return main

@@ -1,0 +1,162 @@
+"""CUDA helpers of deterministic mode: sums whose order does not matter, because integers add up exactly.
+
+Each row of dkv has a unit, made beforehand of how many parts are added to it and how large they are. A part is rounded
+to whole units; two columns' numbers of them, 32 bits each, are added at once, as one integer of 64 bits, by the same
+number of bytes as fp32. What a part has beyond its row's limit, which keeps the sums within 32 bits, goes in whole
+multiples of twice the limit into a table of 64-bit integers. How large the parts were guessed decides how many take
+that detour and how fine the unit is; the bits depend on an order in neither case.
+"""
+
+EXACT_PRELUDE = r"""
+namespace slattn {
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
+// tally_row notes for each row of kv that a query's slots name how many parts are added to it, `groups` a slot, and the
+// largest size of one by its queries' account. One warp. By a query's account a part is as large as that of a slot with
+// all of the weight, or 512 times that of one of equal slots, whichever is less: for each head the mean of |dO|, times
+// what brings it to the root mean square and adds dS q, and |dlse| / sqrt(d_v); what the sink leaves of that; and the
+// heads of a group as independent.
+__device__ __forceinline__ void tally_row(const int* indices, int slots, int keys, int64_t first, const float* norm,
+                                          const float* lse, const float* lse2, const float* grad_lse,
+                                          bool use_grad_lse, int heads, int columns, int groups, int* size,
+                                          int* parts) {
+  const int lane = threadIdx.x % 32;
+  int count = 0;
+  for (int k = lane; k < slots; k += 32) count += indices[k] >= 0 && indices[k] < keys;
+  float sum = 0.f, most = 0.f;
+  for (int h = lane; h < heads; h += 32) {
+    const float left = lse[h] < INFINITY ? exp2f(fminf(lse[h] * 1.4426950408889634f - lse2[h], 0.f)) : 0.f;
+    float head = norm[h] * 1.7724539f / columns;
+    if (use_grad_lse) head += fabsf(grad_lse[h]) * rsqrtf(columns);
+    head *= left;
+    sum += head;
+    most = fmaxf(most, head);
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) {
+    count += __shfl_xor_sync(0xffffffffu, count, i);
+    sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+  }
+  const float expected = fmaxf(most, sum * rsqrtf(static_cast<float>(heads) * groups)) * fminf(512.f / count, 1.f);
+  for (int k = lane; k < slots; k += 32) {
+    const int key = indices[k];
+    if (key >= 0 && key < keys) {
+      atomicMax(size + first + key, __float_as_int(expected));  // not negative: ordered as their bits are
+      atomicAdd(parts + first + key, groups);
+    }
+  }
+}
+
+// unit_of makes a row's scale, 1 / its unit, of its size and its number of parts. How many bits a part has at most stand
+// in the low bits of its mantissa, which makes it 2^-18 larger than a power of two at most. The row's limit, 1 to 2
+// sizes, less where more than 2^12 parts would make the unit coarse, is so many bits of units.
+__device__ __forceinline__ float unit_of(int size, int parts) {
+  const int bits = 32 - __clz(parts + (parts >> 16) + 1);  // fewer parts than 2^bits, by 2^-16
+  const int width = min(31 - bits, 21);  // a part fits in half of a float's mantissa, and all of them in 32 bits
+  const int limit = min(max((size >> 23) - 127 + 1 - max(bits - 12, 0), -80), 90);
+  return __int_as_float((width - limit + 127) << 23 | width);
+}
+
+__device__ __forceinline__ float limit_of(float scale) {
+  const int bits = __float_as_int(scale);
+  return __int_as_float((254 + bits % 32 - (bits >> 23)) << 23);
+}
+
+__device__ __forceinline__ unsigned this_thread() {  // read anew: what comes of it is not kept in registers over a loop
+  unsigned x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// scales_of brings the scales of the two rows of an accumulator tile of [64, ..] of which a thread has columns.
+__device__ __forceinline__ void scales_of(float* scale, const float* scales, const int* rows, int64_t first) {
+  const unsigned t = this_thread();
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    scale[half] = __ldg(scales + first + max(rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4], 0));
+}
+
+// peel_rows moves, of columns from the kFirst-th on of such a tile of fp32, which stands for the columns of dkv from
+// `column` on, what is beyond its row's limit into the table `whole`. What fits in no integer there, or is no number,
+// makes the row's scale NaN, and with it the whole row.
+template <int kColumns, int kFirst>
+__device__ __forceinline__ void peel_rows(float* tile, const float* scale, float* scales, void* whole, const int* rows,
+                                          int64_t first, int dim, int column) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float limit = limit_of(scale[half]);
+    float* f = tile + kFirst / 2 + half * 2;
+    float top = 0.f;
+#pragma unroll
+    for (int i = 0; i < kColumns / 4; i++)
+      asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(fabsf(f[i / 2 * 4 + i % 2])));
+    if (__builtin_expect(!(top < limit), 0)) {
+      const unsigned t = this_thread();
+      const int row = rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4];
+      if (row < 0) continue;
+      const int64_t at = first + row;
+      if (!(top < limit * 0x1p38f)) scales[at] = NAN;
+      const float inverse = __uint_as_float(0x7e800000u - __float_as_uint(limit));  // 1 / (2 limit)
+      auto* to = static_cast<unsigned long long*>(whole) + at * dim + column + kFirst + t % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; i++) {
+        float& x = f[i / 2 * 4 + i % 2];
+        if (fabsf(x) >= limit) {
+          const float many = rintf(x * inverse);
+          atomicAdd(to + i / 2 * 8 + i % 2, static_cast<unsigned long long>(__float2ll_rn(many)));
+          x = fmaf(-2.f * limit, many, x);
+        }
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void add_pair(bool counts, char* to, unsigned low, unsigned high) {
+  asm volatile("{.reg .pred p; .reg .b64 two; setp.ne.s32 p, %3, 0; mov.b64 two, {%1, %2};"
+               "@p red.relaxed.gpu.global.add.u64 [%0], two;}"
+               ::"l"(to), "r"(low), "r"(high), "r"((int)counts) : "memory");
+}
+
+// add_units adds those columns, in units, to the rows of `table`, which keeps every 32 columns as 16 integers of two
+// (see `word_of` in collect.py). The quads of two rows exchange half of theirs, so that an instruction of a warp covers
+// 4 rows x 64 bytes. A number x of units goes as the bits of the float 1.5 * 2^23 + x, which are those of 1.5 * 2^23,
+// plus x: `sum_of` takes away what that is for all parts of a row.
+template <int kColumns, int kFirst>
+__device__ __forceinline__ void add_units(const float* tile, const float* scale, void* table, const int* rows,
+                                          int64_t first, int dim, int column) {
+  const unsigned t = this_thread();
+  const bool odd = t & 4;
+  auto* to = static_cast<char*>(table) + (first * dim + column + kFirst) * 4 + t % 8 * 8;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int2 row = *reinterpret_cast<const int2*>(rows + t / 32 % 4 * 16 + half * 8 + t % 32 / 8 * 2);
+    char* even = to + static_cast<int64_t>(row.x) * dim * 4;
+    char* uneven = to + static_cast<int64_t>(row.y) * dim * 4;
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; i++) {
+      const float* f = tile + kFirst / 2 + i / 2 * 16 + i % 2 * 4 + half * 2;
+      unsigned kept[2], got[2];
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const unsigned low = __float_as_uint(__fmaf_rn(f[k], scale[half], 12582912.f));
+        const unsigned high = __float_as_uint(__fmaf_rn(f[8 + k], scale[half], 12582912.f));
+        kept[k] = odd ? high : low;
+        got[k] = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
+      }
+      add_pair(row.x >= 0, even + i * 64, odd ? got[0] : kept[0], odd ? got[1] : kept[1]);
+      add_pair(row.y >= 0, uneven + i * 64, odd ? kept[0] : got[0], odd ? kept[1] : got[1]);
+    }
+  }
+}
+
+// sum_of is a column's sum, out of the integer that it shares with another (`high`: its upper half) and its `whole`.
+__device__ __forceinline__ float sum_of(int64_t word, int parts, bool high, float scale, int64_t whole) {
+  const unsigned long long ones = 0x4b400000;  // the bits of 1.5 * 2^23
+  const auto both = static_cast<int64_t>(static_cast<unsigned long long>(word) - parts * (ones << 32 | ones));
+  const int low = static_cast<int>(both);
+  const float sum = static_cast<float>(high ? static_cast<int>((both - low) >> 32) : low);
+  return fmaf(static_cast<float>(whole), 2.f * limit_of(scale), __fdiv_rn(sum, scale));
+}
+}  // namespace slattn
+"""
