@@ -112,9 +112,10 @@ def test_queries_past_32_bits_in_deterministic_mode():
 @pytest.mark.parametrize(
     ("keys", "heads", "head_dim"), [(4_200_000, 64, 512), (3_800_000, 64, 576), (4_200_000, 16, 512)]
 )
-def test_keys_past_32_bits(keys: int, heads: int, head_dim: int):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_keys_past_32_bits(keys: int, heads: int, head_dim: int, deterministic: bool):
     assert keys * head_dim > 2**31
-    assert_keys_are_as_alone("tilelang", keys, heads, head_dim)
+    assert_keys_are_as_alone("tilelang", keys, heads, head_dim, deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [512, 576])
@@ -128,16 +129,20 @@ def test_the_most_keys_that_cudnn_takes(head_dim: int):
     assert_keys_are_as_alone("flashmla_cudnn", keys, 64, head_dim)
 
 
-def assert_keys_are_as_alone(backend: str, keys: int, heads: int, head_dim: int) -> None:
+def assert_keys_are_as_alone(
+    backend: str, keys: int, heads: int, head_dim: int, deterministic: bool = False
+) -> None:
     """Every query names keys all over the table, among them the last; the same keys alone give the same bits."""
-    need(60)
+    need(80 if deterministic else 60)
     few = many_queries(64, heads, head_dim, slots=96, keys=300)
     rows = torch.linspace(0, keys - 1, 300, dtype=torch.float64, device="cuda").long()
     kv = torch.full((keys, head_dim), math.nan, dtype=torch.bfloat16, device="cuda")
     kv[rows] = few.kv
     indices = torch.where(few.indices < 0, -1, rows[few.indices.clamp_min(0).long()]).int()
-    want = run_or_skip(few, backend)
-    many = run(replace(few, kv=kv, indices=indices), backend)
+    want = run_or_skip(few, backend, deterministic)
+    many = run(replace(few, kv=kv, indices=indices), backend, deterministic)
+    if deterministic:
+        assert torch.equal(many.dkv[rows], want.dkv)
     for name in ("out", "lse", "dq"):
         assert torch.equal(getattr(many, name), getattr(want, name)), name
     assert relative_error(many.dkv[rows], want.dkv) < 1e-4

@@ -42,8 +42,7 @@ def test_sanitize(name: str) -> None:
     case = next(case for case in testing.CASES if case.name == name)
     inputs = testing.make_inputs(case, "cuda")
     results = testing.run(inputs, "tilelang")
-    if case.head_dim >= 512 and torch.cuda.get_device_capability()[0] == 9:
-        testing.run(inputs, "tilelang", deterministic=True)
+    testing.run(inputs, "tilelang", deterministic=True)
     options = {"scale": inputs.scale, "topk_length": inputs.topk_length, "attn_sink": inputs.attn_sink}
     slattn.attention_slot_probs(inputs.q, inputs.kv, inputs.indices, results.lse, backend="tilelang", **options)
     torch.cuda.synchronize()

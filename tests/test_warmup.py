@@ -13,11 +13,12 @@ from slattn.kernels.config import (
     BackwardConfig,
     CompactConfig,
     FinishConfig,
-    FoldConfig,
     ForwardConfig,
     HopperBackwardConfig,
     PrepareConfig,
     SlotProbsConfig,
+    TallyConfig,
+    UnitsConfig,
     claimed,
     needed,
 )
@@ -57,9 +58,11 @@ def test_options_add_to_it(compiled):
         == 0
     )
     assert {type(config) for config in compiled} == {
-        *(HopperBackwardConfig, ForwardConfig, PrepareConfig, CompactConfig, FoldConfig, SlotProbsConfig)
+        *(HopperBackwardConfig, BackwardConfig, ForwardConfig, PrepareConfig, CompactConfig, SlotProbsConfig),
+        *(TallyConfig, UnitsConfig, FinishConfig),
     }
-    assert all(config.partials for config in compiled if isinstance(config, HopperBackwardConfig))
+    mains = [config for config in compiled if isinstance(config, (HopperBackwardConfig, BackwardConfig, FinishConfig))]
+    assert all(config.deterministic for config in mains)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -91,8 +94,6 @@ def test_a_kernel_that_does_not_compile_is_told(compiled, monkeypatch, capsys):
     [
         ("--arch 90 --heads 64", "--heads and --head-dim go together"),
         ("--arch 90 --heads 0 --head-dim 512", "--heads must be from 1 to 256; got 0"),
-        ("--arch 80 --heads 64 --head-dim 512 --deterministic", "for --arch 90 and --head-dim 512 and 576 only"),
-        ("--arch 90 --heads 64 --head-dim 256 512 --deterministic", "for --arch 90 and --head-dim 512 and 576 only"),
         ("--arch 90 --jobs 0", "--jobs must be 1 or more; got 0"),
     ],
 )

@@ -56,6 +56,7 @@ def exact_sums(
         int(use_grad_lse),
         problem.value_dim,
         (problem.heads + config.head_tile - 1) // config.head_tile,
+        torch.cuda.get_device_properties(lse.device).multi_processor_count,
     )
     scales = lse.new_empty(keys)
     kernel(UnitsConfig(config.arch))(size, parts, scales)

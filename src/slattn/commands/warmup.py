@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head-dim", type=int, nargs="+", metavar="D", choices=VALUE_DIMS, help="64, 128, 256, 512, 576"
     )
     parser.add_argument("--grad-lse", action="store_true", help="for a loss that reads the log-sum-exp")
-    parser.add_argument(
-        "--deterministic", action="store_true", help="for deterministic gradients, on SM90, D = 512, 576"
-    )
+    parser.add_argument("--deterministic", action="store_true", help="for deterministic gradients")
     parser.add_argument("--slot-probs", action="store_true", help="for attention_slot_probs too")
     parser.add_argument("--arch", type=int, choices=TARGETS, help="default: the GPU here")
     parser.add_argument(
@@ -89,8 +87,6 @@ def _configs(args: argparse.Namespace, arch: int) -> list[Config]:
         return [config for config in claimed() if config.arch == arch]
     if any(not 1 <= heads <= 256 for heads in args.heads):
         raise UsageError(f"--heads must be from 1 to 256; got {' '.join(map(str, args.heads))}")
-    if args.deterministic and (arch != 90 or min(args.head_dim) < 512):
-        raise UsageError("--deterministic has kernels for --arch 90 and --head-dim 512 and 576 only")
     configs: list[Config] = []
     for heads, head_dim in product(args.heads, args.head_dim):
         configs += needed(arch, heads, head_dim, grad_lse=args.grad_lse, deterministic=args.deterministic)

@@ -26,11 +26,13 @@ from slattn.kernels.device import (
     INT32,
     LOG2E,
     PRELUDE,
+    add_exactly,
     gather_rows,
     grid,
     load_heads,
     load_slots,
     publish,
+    read_scales,
     reduce_rows,
     store_heads,
     wait,
@@ -57,6 +59,15 @@ def backward(config: BackwardConfig) -> Any:
     warps, exact = threads // 32, config.deterministic
     prelude = PRELUDE + (EXACT_PRELUDE if exact else "")
 
+    @T.macro
+    def add(g: Any, tile: Any, row_s: Any, buffer: Any, first: Any, column: Any):
+        """Add a block's rows of dKV, of the columns from `column` on, to the keys'."""
+        if exact:
+            part = tile.shape[1] * 4 // warps, 0
+            add_exactly(g, tile, g.scale, row_s, buffer, first, column, part, dim)
+        else:
+            reduce_rows(tile, g.grad_kv, row_s, buffer, first, column, warps)
+
     @T.prim_func
     def main(
         Q: T.Tensor((tokens, heads, dim), BF16),
@@ -82,7 +93,7 @@ def backward(config: BackwardConfig) -> Any:
             by,
             bz,
         ):
-            g = SimpleNamespace(grad_kv=GradKV, scales=Scales, whole=Whole)
+            g = SimpleNamespace(grad_kv=GradKV, scales=Scales, whole=Whole, scale=T.alloc_local((2,), FP32))
             q_s = T.alloc_shared((head_tile, dim), BF16)
             do_s = T.alloc_shared((head_tile, value_dim), BF16)
             kv_s = T.alloc_shared((1, block, dim), BF16)
@@ -150,18 +161,19 @@ def backward(config: BackwardConfig) -> Any:
                     wait(config.wgmma)
                     T.sync_threads()
                     gather_rows(slot, KV, kv_s, row_s, (b + 1) % 2, first, keys, tx, threads)
+                    if exact:
+                        read_scales(g, g.scale, row_s, b % 2, first)
                     # reduce_rows wants a warp to hold 16 rows, and each 4 warps a share of the columns: FullRow.
                     for c in T.serial(value_dim // chunk if config.dkv else 0):
                         columns = slice(c * chunk, (c + 1) * chunk)
                         gemm(p_s, do_s[:, columns], dkv, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                         gemm(ds_s, q_s[:, columns], dkv, policy=T.GemmWarpPolicy.FullRow)
                         wait(config.wgmma)
-                        reduce_rows(g, dkv, row_s, b % 2, first, c * chunk + tx // 128 * 64, warps, dim, exact)
+                        add(g, dkv, row_s, b % 2, first, c * chunk + tx // 128 * 64)
                     if config.dkv and dim > value_dim:
                         gemm(ds_s, q_s[:, value_dim:dim], tail, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
                         wait(config.wgmma)
-                        start = value_dim + tx // 128 * (8192 // threads)
-                        reduce_rows(g, tail, row_s, b % 2, first, start, warps, dim, exact)
+                        add(g, tail, row_s, b % 2, first, value_dim + tx // 128 * (8192 // threads))
                 T.ptx_wait_group(0)
                 if config.dq:
                     T.sync_threads()

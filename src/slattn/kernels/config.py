@@ -163,10 +163,16 @@ class CompactConfig:
 
 @dataclass(frozen=True)
 class TallyConfig:
-    """One compiled kernel that notes how much a backward adds to each row of dkv, a warp a query."""
+    """One compiled kernel that notes how much a backward adds to each row of dkv, `window` rows a block of threads."""
 
     arch: int
-    threads: int = 128
+    window: int = 16384
+    threads: int = 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block of threads."""
+        return 2 * 4 * self.window
 
 
 @dataclass(frozen=True)

@@ -149,27 +149,22 @@ def gather_rows(slot: Any, kv: Any, tile: Any, rows: Any, buffer: Any, first: An
 
 
 @T.macro
-def reduce_rows(g: Any, tile: Any, rows: Any, buffer: Any, first: Any, column: Any, warps: int, dim: int, exact: bool):
-    """Add rows of an accumulator to g.grad_kv[first + rows[buffer], column:], where rows are not -1.
+def reduce_rows(tile: Any, table: Any, rows: Any, buffer: Any, first: Any, column: Any, warps: int):
+    """Add rows of an accumulator to table[first + rows[buffer], column:], where rows are not -1.
 
     Each 4 of the `warps` that hold `tile` [64, columns] have their share of its columns; `column` is where the
-    calling thread's share begins. `exact`: in the rows' units, by g.scales and g.whole (see exact_cuda.py).
+    calling thread's share begins.
     """
-    if exact:
-        scale = T.alloc_local((2,), FP32)
-        read_scales(g, scale, rows, buffer, first)
-        add_exactly(g, tile, scale, rows, buffer, first, column, (tile.shape[1] * 4 // warps, 0), dim)
-    else:
-        T.call_extern(
-            "handle",
-            f"slattn::reduce_rows<{tile.shape[1] * 4 // warps}>",
-            tile.data,
-            T.access_ptr(g.grad_kv, "rw"),
-            T.access_ptr(rows[buffer, 0], "r", tile.shape[0]),
-            first,
-            dim,
-            column,
-        )
+    T.call_extern(
+        "handle",
+        f"slattn::reduce_rows<{tile.shape[1] * 4 // warps}>",
+        tile.data,
+        T.access_ptr(table, "rw"),
+        T.access_ptr(rows[buffer, 0], "r", tile.shape[0]),
+        first,
+        table.shape[1],
+        column,
+    )
 
 
 @T.macro

@@ -10,13 +10,15 @@ from slattn.kernels.exact_cuda import EXACT_PRELUDE
 
 
 def tally(config: TallyConfig) -> Any:
-    """The program that notes how much is added to each row of dkv, and of what size (`tally_row` in exact_cuda).
+    """The program that notes how much is added to each row of dkv, and of what size (`tally` in exact_cuda).
 
     Parameters of the program, all contiguous: Indices [T, K]; Lengths [T] (any length, not read, unless use_lengths);
     Norm [T, H], the sum of |dO| over the columns, fp32; Lse (natural, keys only), Lse2 (base 2, with the sink) and
     GradLse (read with use_grad_lse only) [T, H]; Size and Parts [B * N] int32, zeros before (written: a float's bits,
-    and a number); queries and keys of a batch entry; use_lengths; use_grad_lse; columns d_v; groups of heads.
+    and a number); queries and keys of a batch entry; use_lengths; use_grad_lse; columns d_v; groups of heads; shares,
+    among which the queries are divided.
     """
+    window = config.window
     tokens, slots, heads, rows, lengths = T.dynamic("tokens, slots, heads, rows, lengths")
 
     @T.prim_func
@@ -35,32 +37,37 @@ def tally(config: TallyConfig) -> Any:
         use_grad_lse: T.int32,
         columns: T.int32,
         groups: T.int32,
+        shares: T.int32,
     ):
-        warps = config.threads // 32
-        with T.Kernel(T.ceildiv(tokens, warps), threads=config.threads, prelude=EXACT_PRELUDE) as bx:
-            t = T.alloc_var(INT32, bx * warps + T.get_thread_binding() // 32)
-            count = T.alloc_var(INT32, slots)
-            if t < tokens:
-                if use_lengths != 0:
-                    count = T.min(T.max(Lengths[t], 0), slots)
-                T.call_extern(
-                    "handle",
-                    "slattn::tally_row",
-                    T.access_ptr(Indices[t, 0], "r"),
-                    count,
-                    keys,
-                    T.cast(t // queries, "int64") * keys,
-                    T.access_ptr(Norm[t, 0], "r"),
-                    T.access_ptr(Lse[t, 0], "r"),
-                    T.access_ptr(Lse2[t, 0], "r"),
-                    T.access_ptr(GradLse[t, 0], "r"),
-                    use_grad_lse != 0,
-                    heads,
-                    columns,
-                    groups,
-                    T.access_ptr(Size, "rw"),
-                    T.access_ptr(Parts, "rw"),
-                )
+        with T.Kernel(shares, T.ceildiv(rows, window), threads=config.threads, prelude=EXACT_PRELUDE) as (bx, by):
+            noted = T.alloc_shared((2, window), INT32)
+            share = T.alloc_var(INT32, T.ceildiv(tokens, shares))
+            T.call_extern(
+                "handle",
+                "slattn::tally",
+                T.access_ptr(Indices, "r"),
+                T.access_ptr(Lengths, "r"),
+                T.access_ptr(Norm, "r"),
+                T.access_ptr(Lse, "r"),
+                T.access_ptr(Lse2, "r"),
+                T.access_ptr(GradLse, "r"),
+                T.access_ptr(Size, "rw"),
+                T.access_ptr(Parts, "rw"),
+                T.access_ptr(noted, "rw"),
+                bx * share,
+                T.min(bx * share + share, tokens),
+                T.cast(by, "int64") * window,
+                window,
+                T.cast(rows, "int64"),
+                slots,
+                heads,
+                queries,
+                keys,
+                use_lengths != 0,
+                use_grad_lse != 0,
+                columns,
+                groups,
+            )
 
     return main
 

@@ -11,20 +11,15 @@ EXACT_PRELUDE = r"""
 namespace slattn {
 __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-// tally_row notes for each row of kv that a query's slots name how many parts are added to it, `groups` a slot, and the
-// largest size of one by its queries' account. One warp. By a query's account a part is as large as that of a slot with
-// all of the weight, or 512 times that of one of equal slots, whichever is less: for each head the mean of |dO|, times
-// what brings it to the root mean square and adds dS q, and |dlse| / sqrt(d_v); what the sink leaves of that; and the
-// heads of a group as independent.
-__device__ __forceinline__ void tally_row(const int* indices, int slots, int keys, int64_t first, const float* norm,
-                                          const float* lse, const float* lse2, const float* grad_lse,
-                                          bool use_grad_lse, int heads, int columns, int groups, int* size,
-                                          int* parts) {
-  const int lane = threadIdx.x % 32;
-  int count = 0;
-  for (int k = lane; k < slots; k += 32) count += indices[k] >= 0 && indices[k] < keys;
+// expected_part is what a query of which `count` slots count accounts a part of it to be; one warp. As large as that of
+// a slot with all of the weight, or 512 times that of one of equal slots, whichever is less: for each head the mean of
+// |dO|, times what brings that to the root mean square and adds dS q, and |dlse| / sqrt(d_v); what the sink leaves of
+// it; and the heads of a group as independent.
+__device__ __forceinline__ float expected_part(int count, const float* norm, const float* lse, const float* lse2,
+                                               const float* grad_lse, bool use_grad_lse, int heads, int columns,
+                                               int groups) {
   float sum = 0.f, most = 0.f;
-  for (int h = lane; h < heads; h += 32) {
+  for (int h = threadIdx.x % 32; h < heads; h += 32) {
     const float left = lse[h] < INFINITY ? exp2f(fminf(lse[h] * 1.4426950408889634f - lse2[h], 0.f)) : 0.f;
     float head = norm[h] * 1.7724539f / columns;
     if (use_grad_lse) head += fabsf(grad_lse[h]) * rsqrtf(columns);
@@ -34,23 +29,54 @@ __device__ __forceinline__ void tally_row(const int* indices, int slots, int key
   }
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) {
-    count += __shfl_xor_sync(0xffffffffu, count, i);
     sum += __shfl_xor_sync(0xffffffffu, sum, i);
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
   }
-  const float expected = fmaxf(most, sum * rsqrtf(static_cast<float>(heads) * groups)) * fminf(512.f / count, 1.f);
-  for (int k = lane; k < slots; k += 32) {
-    const int key = indices[k];
-    if (key >= 0 && key < keys) {
-      atomicMax(size + first + key, __float_as_int(expected));  // not negative: ordered as their bits are
-      atomicAdd(parts + first + key, groups);
-    }
-  }
+  return fmaxf(most, sum * rsqrtf(static_cast<float>(heads) * groups)) * fminf(512.f / count, 1.f);
 }
 
-// unit_of makes a row's scale, 1 / its unit, of its size and its number of parts. How many bits a part has at most stand
-// in the low bits of its mantissa, which makes it 2^-18 larger than a power of two at most. The row's limit, 1 to 2
-// sizes, less where more than 2^12 parts would make the unit coarse, is so many bits of units.
+// tally notes for each row of kv in a window how many parts a share of the queries adds to it, and the largest that
+// they expect: first in shared memory, [2, window], because atomics there cost a tenth.
+__device__ __forceinline__ void tally(const int* indices, const int* lengths, const float* norm, const float* lse,
+                                      const float* lse2, const float* grad_lse, int* size, int* parts, int* shared,
+                                      int from, int to, int64_t low, int window, int64_t rows, int slots, int heads,
+                                      int queries, int keys, bool use_lengths, bool use_grad_lse, int columns,
+                                      int groups) {
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < 2 * window; i += blockDim.x) shared[i] = 0;
+  __syncthreads();
+  for (int t = from + threadIdx.x / 32; t < to; t += blockDim.x / 32) {
+    const int64_t first = static_cast<int64_t>(t / queries) * keys - low;  // of its batch entry, in the window
+    if (first + keys <= 0 || first >= window) continue;
+    const int* index = indices + static_cast<int64_t>(t) * slots;
+    const int length = use_lengths ? min(max(lengths[t], 0), slots) : slots;
+    int count = 0;
+    for (int k = lane; k < length; k += 32) count += index[k] >= 0 && index[k] < keys;
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) count += __shfl_xor_sync(0xffffffffu, count, i);
+    const int64_t h = static_cast<int64_t>(t) * heads;
+    const int expected = __float_as_int(expected_part(count, norm + h, lse + h, lse2 + h, grad_lse + h, use_grad_lse,
+                                                      heads, columns, groups));
+#pragma unroll 4
+    for (int k = lane; k < length; k += 32) {
+      const int64_t at = first + index[k];
+      if (index[k] >= 0 && index[k] < keys && at >= 0 && at < window) {
+        atomicAdd(shared + at, groups);
+        if (shared[window + at] < expected) atomicMax(shared + window + at, expected);  // ordered as their bits are
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < window && low + i < rows; i += blockDim.x)
+    if (shared[i] != 0) {
+      atomicAdd(parts + low + i, shared[i]);
+      atomicMax(size + low + i, shared[window + i]);
+    }
+}
+
+// unit_of makes a row's scale, 1 / its unit, of its size and its number of parts. How many bits a part has at most
+// stand in the low bits of its mantissa, which makes it 2^-18 larger than a power of two at most. The row's limit, 1 to
+// 2 sizes, less where more than 2^12 parts would make the unit coarse, is so many bits of units.
 __device__ __forceinline__ float unit_of(int size, int parts) {
   const int bits = 32 - __clz(parts + (parts >> 16) + 1);  // fewer parts than 2^bits, by 2^-16
   const int width = min(31 - bits, 21);  // a part fits in half of a float's mantissa, and all of them in 32 bits
@@ -87,15 +113,21 @@ __device__ __forceinline__ void peel_rows(float* tile, const float* scale, float
   for (int half = 0; half < 2; half++) {
     const float limit = limit_of(scale[half]);
     float* f = tile + kFirst / 2 + half * 2;
-    float top = 0.f;
+    float squares[2] = {0.f, 0.f};  // cheaper than the largest; below a limit of 2^-75 or above 2^63 it says nothing
 #pragma unroll
-    for (int i = 0; i < kColumns / 4; i++)
-      asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(fabsf(f[i / 2 * 4 + i % 2])));
-    if (__builtin_expect(!(top < limit), 0)) {
+    for (int i = 0; i < kColumns / 4; i++) {
+      const float x = f[i / 2 * 4 + i % 2];
+      squares[i % 2] = fmaf(x, x, squares[i % 2]);
+    }
+    if (__builtin_expect(!(squares[0] + squares[1] < limit * limit), 0)) {
       const unsigned t = this_thread();
       const int row = rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4];
       if (row < 0) continue;
       const int64_t at = first + row;
+      float top = 0.f;
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; i++)
+        asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(fabsf(f[i / 2 * 4 + i % 2])));
       if (!(top < limit * 0x1p38f)) scales[at] = NAN;
       const float inverse = __uint_as_float(0x7e800000u - __float_as_uint(limit));  // 1 / (2 limit)
       auto* to = static_cast<unsigned long long*>(whole) + at * dim + column + kFirst + t % 4 * 2;
