@@ -129,9 +129,7 @@ def test_the_most_keys_that_cudnn_takes(head_dim: int):
     assert_keys_are_as_alone("flashmla_cudnn", keys, 64, head_dim)
 
 
-def assert_keys_are_as_alone(
-    backend: str, keys: int, heads: int, head_dim: int, deterministic: bool = False
-) -> None:
+def assert_keys_are_as_alone(backend: str, keys: int, heads: int, head_dim: int, deterministic: bool = False) -> None:
     """Every query names keys all over the table, among them the last; the same keys alone give the same bits."""
     need(80 if deterministic else 60)
     few = many_queries(64, heads, head_dim, slots=96, keys=300)

@@ -328,14 +328,14 @@ def claimed() -> list[Config]:
         for head_dim in VALUE_DIMS:
             configs += [forward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
             configs += [backward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
-            configs += [backward_config(arch, 16, head_dim, deterministic=True)]
     configs += [forward_config(90, 64, 512, reference_rounding=True)]
     configs += [backward_config(90, 16, 576, grad_lse=True)]
     configs += [backward_config(90, 64, head_dim, lse=False) for head_dim in (512, 576)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
     configs += [PrepareConfig(arch) for arch in TARGETS] + [CompactConfig()]
     configs += [FinishConfig(dtype) for dtype in ("bfloat16", "float32")]
-    configs += [FinishConfig(dtype, True, arch) for dtype in ("bfloat16", "float32") for arch in TARGETS]
+    configs += [FinishConfig("float32", True), *(FinishConfig("bfloat16", True, arch) for arch in TARGETS)]
+    configs += [backward_config(arch, 16, head_dim, deterministic=True) for arch in TARGETS for head_dim in (128, 576)]
     configs += [HopperBackwardConfig(head_dim, 512, deterministic=True) for head_dim in (512, 576)]
     configs += [kind(arch) for kind in (TallyConfig, UnitsConfig) for arch in TARGETS]
     configs += [
