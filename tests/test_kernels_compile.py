@@ -14,6 +14,7 @@ from slattn.kernels.config import (
     VALUE_DIMS,
     BackwardConfig,
     ForwardConfig,
+    HopperForwardConfig,
     architecture,
     backward_config,
     claimed,
@@ -173,6 +174,14 @@ def test_few_heads_waste_no_tile():
     assert forward_config(90, 16, 512).head_tile == backward_config(90, 16, 512).head_tile == 16
     assert forward_config(90, 17, 512).head_tile == backward_config(90, 17, 512).head_tile == 32
     assert forward_config(90, 128, 512).head_tile == backward_config(90, 128, 512).head_tile == 64
+
+
+@pytest.mark.parametrize("head_dim", [512, 576])
+def test_hopper_has_a_forward_of_its_own_for_many_heads(head_dim):
+    assert {type(forward_config(90, heads, head_dim)) for heads in (33, 64, 96, 128, 256)} == {HopperForwardConfig}
+    others = forward_config(90, 32, head_dim), forward_config(90, 64, 256), forward_config(80, 64, head_dim)
+    assert {type(config) for config in others} == {ForwardConfig}
+    assert forward_config(90, 64, head_dim, block=32).block == 32
 
 
 def test_a_tile_that_does_not_fit_is_refused_with_its_size():

@@ -20,6 +20,7 @@ from slattn.kernels.config import (
     BackwardConfig,
     CompactConfig,
     HopperBackwardConfig,
+    HopperForwardConfig,
     PrepareConfig,
     architecture,
     backward_config,
@@ -98,6 +99,7 @@ def forward(
     )
     sink = None if attn_sink is None else attn_sink.float()
     indices = int32_indices(indices, problem.keys)
+    rest = (_multiprocessors(q.device),) if isinstance(config, HopperForwardConfig) else ()
     with torch.cuda.device(q.device):
         kernel(config)(
             rows(q),
@@ -112,6 +114,7 @@ def forward(
             int(topk_length is not None),
             int(sink is not None),
             problem.scale,
+            *rest,
         )
     return out, lse
 
@@ -354,7 +357,7 @@ def _hopper_backward(
         *call.statistics[2:],
         int(call.use_grad_lse),
         problem.scale,
-        torch.cuda.get_device_properties(dq.device).multi_processor_count,
+        _multiprocessors(dq.device),
     )
 
 
@@ -362,3 +365,8 @@ def _arch(device: torch.device) -> int:
     arch = architecture(torch.cuda.get_device_capability(device))
     assert arch is not None, "refusal() comes first"
     return arch
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -25,6 +25,7 @@ from slattn.kernels.config import (
     FinishConfig,
     ForwardConfig,
     HopperBackwardConfig,
+    HopperForwardConfig,
     PrepareConfig,
     SlotProbsConfig,
     TallyConfig,
@@ -150,6 +151,10 @@ def program(config: Config) -> Any:
         from slattn.kernels.forward import forward
 
         return forward(config)
+    if isinstance(config, HopperForwardConfig):
+        from slattn.kernels.hopper_forward import hopper_forward
+
+        return hopper_forward(config)
     if isinstance(config, BackwardConfig):
         from slattn.kernels.backward import backward
 
@@ -188,7 +193,7 @@ def pass_configs(config: Config) -> dict[str, Any]:
     kind (tile-ai/tilelang issue 2199).
     """
     return {
-        "tl.disable_tma_lower": not isinstance(config, HopperBackwardConfig),
+        "tl.disable_tma_lower": not isinstance(config, (HopperForwardConfig, HopperBackwardConfig)),
         "tl.disable_warp_specialized": True,
         "tl.disable_thread_storage_sync": not isinstance(config, PrepareConfig),
         "tl.disable_safe_memory_legalize": True,

@@ -38,6 +38,28 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
+class HopperForwardConfig:
+    """One compiled Hopper forward kernel: three warpgroups over 64 heads and 64 slots that count a step.
+
+    The registers are those of a thread of the group that gathers keys and of the two that make the output.
+    """
+
+    head_dim: int
+    value_dim: int
+    reference_rounding: bool = False
+    gather_registers: int = 56
+    score_registers: int = 224
+    arch: int = 90
+    head_tile: int = 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one block of threads: Q, two blocks of keys, two of P unless keys make room, small things."""
+        keys = 64 * self.head_dim
+        return 2 * (3 * keys + (2 * 64 * 64 if self.head_dim == self.value_dim else 0)) + 8 * 5 * 64 + 4 * 512 + 1024
+
+
+@dataclass(frozen=True)
 class BackwardConfig:
     """One compiled backward kernel. `grad_lse`: a gradient of lse comes in. dq, dkv: which gradients it computes.
 
@@ -195,6 +217,7 @@ class FinishConfig:
 
 Config = (
     ForwardConfig
+    | HopperForwardConfig
     | BackwardConfig
     | HopperBackwardConfig
     | PrepareConfig
@@ -224,13 +247,17 @@ def forward_config(
     reference_rounding: bool = False,
     block: int | None = None,
     threads: int | None = None,
-) -> ForwardConfig:
+) -> ForwardConfig | HopperForwardConfig:
     """The forward's configuration for a head count; `block` and `threads` where the caller fixes them.
+
+    On Hopper its own kernel where it is written for the call and the caller fixes nothing.
 
     Raises:
         ValueError: a block or a number of threads that no kernel of this architecture can have.
     """
     tile = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
+    if arch == 90 and tile == 64 and head_dim >= 512 and block is None and threads is None:
+        return HopperForwardConfig(head_dim, VALUE_DIMS[head_dim], reference_rounding)
     config = ForwardConfig(
         arch=arch,
         head_tile=tile,
