@@ -54,7 +54,7 @@ class HopperForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block of threads: Q, two blocks of keys, two of P unless keys make room, small things."""
+        """Shared memory of one block of threads: Q, two blocks of keys, two of P unless keys make room, the rest."""
         keys = 64 * self.head_dim
         return 2 * (3 * keys + (2 * 64 * 64 if self.head_dim == self.value_dim else 0)) + 8 * 5 * 64 + 4 * 512 + 1024
 

@@ -6,9 +6,10 @@ All that an SM computes is one stream of blocks of 64 keys, query after query. T
   turn, a block for each scorer, running ahead into the next query's;
 - two scorers share the output's columns, half each. Each scores every other block and makes its P, multiplies it from
   registers with its half of the columns, and the other's P, from shared memory, with its half of the other's buffer.
+  The other's P comes between the halves of the score: by then it is there, and half a buffer of keys is free early.
 
-    scorer 0  | S 0 | softmax 0 |     P0 V0 | S 2 | P1 V1, softmax 2 | P2 V2 | S 4 ...
-    scorer 1        | S 1 | P0 V0, softmax 1 | P1 V1 | S 3 | P2 V2, softmax 3 | P3 V3 ...
+    scorer 0  | S 0, left | P-1 V-1 | S 0, right | softmax 0 | P0 V0 | S 2, left | P1 V1 | S 2, right | softmax 2 ...
+    scorer 1              | S 1, left |                      | P0 V0 | S 1, right | softmax 1 | P1 V1 | S 3, left ...
 
 Blocks take turns over the whole stream, not within a query, so that an odd number of them costs nothing. Both halves
 of the output meet the blocks in their order and the sums of even and odd blocks are added once, so that the bits do not
@@ -51,7 +52,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
 
     @T.macro
     def look(g: Any, slot: Any, length: Any, task: Any, start: Any):
-        """Load a stretch of slots, and how many of its row count; with its first, begin to bring the row into the L2."""
+        """Load a stretch of slots, and how many of its row count; with its first, bring the row into the L2."""
         tx = T.get_thread_binding()
         t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
         if start == 0 and t < tokens and tx * 32 < slots:
