@@ -8,6 +8,21 @@ What a group publishes of a block beside P is 64 maxima and, for each row, the f
 
 FORWARD_PRELUDE = r"""
 namespace slattn {
+__device__ __forceinline__ const void* at(const void* bf16, int64_t index) {
+  return static_cast<const __nv_bfloat16*>(bf16) + index;
+}
+
+// copy_row starts copying 16 bytes of each of kPieces pieces of 64 columns, from `piece` on, of one row into a tile of
+// 64 rows that the tensor core reads in its 128-byte swizzle; zeros where the row does not count, and nothing is read.
+template <int kPieces>
+__device__ __forceinline__ void copy_row(void* tile, const void* row, int index, int lane, int piece, bool counts) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + index * 128 + ((lane ^ index) & 7) * 16;
+#pragma unroll
+  for (int i = 0; i < kPieces; i++)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (piece + i) * 8192),
+                 "l"(static_cast<const char*>(row) + (piece + i) * 128), "r"(counts ? 16 : 0) : "memory");
+}
+
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ int quad_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
