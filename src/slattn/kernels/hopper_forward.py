@@ -22,7 +22,8 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import HopperForwardConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E, PRELUDE
+from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
 from slattn.kernels.hopper_device import FORWARD_PRELUDE
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
@@ -344,7 +345,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         scale: T.float32,
         sms: T.int32,
     ):
-        with T.Kernel(sms, threads=3 * GROUP, prelude=PRELUDE + FORWARD_PRELUDE) as bx:
+        with T.Kernel(sms, threads=3 * GROUP, prelude=HOPPER_PRELUDE + FORWARD_PRELUDE) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
             g = SimpleNamespace(
                 q=Q,
