@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from slattn.automodel.tilelang_sparse_mla_fwd import sparse_mqa_fwd_interface
 from slattn.backends import exact, tilelang
 from slattn.problem import describe
 
@@ -79,7 +80,10 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
         problem, tensors, grad_out = call(
             heads, head_dim, lengths=lengths, index_dtype=index_dtype, deterministic=deterministic
         )
+        launches.clear()
         out, lse = tilelang.forward(problem, *tensors)
+        many = heads > 32 and head_dim >= 512
+        assert [kind for kind, _ in launches] == ["HopperForward" if many else "Forward"]
         for grad_lse in (None, torch.randn_like(lse)):
             launches.clear()
             gradients = tilelang.backward(
@@ -94,7 +98,7 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
             wanted = ["Prepare"]
             if deterministic and needs[1]:
                 wanted += ["Tally", "Units"]
-            hopper = heads > 32 and head_dim >= 512 and needs[0] and needs[1]
+            hopper = many and needs[0] and needs[1]
             wanted += ["Compact", "HopperBackward"] if hopper else ["Backward"]
             if needs[1] and (hopper or deterministic):
                 wanted += ["Finish"]
@@ -113,7 +117,8 @@ def test_the_main_kernel_alone(launches, heads, given, deterministic):
     assert dq is not None
     assert dkv is total if given else (dkv.dtype, dkv.shape) == (torch.float32, kv.shape)
     main = ["Compact", "HopperBackward"] if heads > 32 and deterministic else ["Backward"]
-    kinds = ["Forward", "Tally", "Units", *main, "Finish"] if deterministic else main
+    first = "HopperForward" if heads > 32 else "Forward"
+    kinds = [first, "Tally", "Units", *main, "Finish"] if deterministic else main
     assert [kind for kind, _ in launches] == kinds
 
 
@@ -124,3 +129,25 @@ def test_the_indexers_target(launches, heads, head_dim):
     probs = tilelang.slot_probs(problem, q, kv, indices, sink, count, torch.randn(BATCH, QUERIES, heads))
     assert (probs.dtype, probs.shape) == (torch.float32, indices.shape)
     assert [kind for kind, _ in launches] == ["SlotProbs"]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "HopperForward"),
+        ({"reference_rounding": True}, "HopperForward"),
+        ({"block_I": 32}, "Forward"),
+        ({"threads": 128}, "Forward"),
+    ],
+)
+def test_the_v4_drop_in(launches, monkeypatch, options, kind):
+    """Hopper's own forward unless the caller fixes what only the portable one has."""
+    monkeypatch.setattr(tilelang, "refusal", lambda problem: None)
+    _, (q, kv, indices, sink, _), _ = call(64, 512)
+    sparse_mqa_fwd_interface(q, kv, sink, indices, **options)
+    assert [kind for kind, _ in launches] == [kind]
+
+
+@pytest.mark.parametrize(("heads", "kind"), [(32, "ForwardConfig"), (33, "HopperForwardConfig")])
+def test_the_forward_can_be_asked(launches, heads, kind):
+    assert tilelang.kernels(call(heads, 512)[0])["forward"].partition("(")[0] == kind

@@ -11,6 +11,7 @@ import torch
 
 import slattn
 from slattn import testing
+from slattn.backends import tilelang
 
 # Both key sizes and a short one, one head tile and several, a last tile that is not full, slots and keys that fill no
 # tile, every kind of index, lengths, sinks, a gradient of lse, the batched layout, no keys at all.
@@ -47,3 +48,15 @@ def test_sanitize(name: str) -> None:
     slattn.attention_slot_probs(inputs.q, inputs.kv, inputs.indices, results.lse, backend="tilelang", **options)
     torch.cuda.synchronize()
     assert results.dkv.shape[-1] == case.head_dim
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [512, 576])
+def test_sanitize_rows_of_one_multiprocessor(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few rows have a multiprocessor each; here Hopper's own kernels take one row after another."""
+    monkeypatch.setattr(tilelang, "_multiprocessors", lambda device: 2)
+    case = testing.Case(
+        "stream", heads=64, head_dim=head_dim, queries=12, keys=300, slots=300, indices="holes", lengths="random"
+    )
+    testing.run(testing.make_inputs(case, "cuda"), "tilelang")
+    torch.cuda.synchronize()

@@ -15,6 +15,7 @@ from slattn.kernels.config import (
     FinishConfig,
     ForwardConfig,
     HopperBackwardConfig,
+    HopperForwardConfig,
     PrepareConfig,
     SlotProbsConfig,
     TallyConfig,
@@ -47,7 +48,7 @@ def kinds(configs):
 
 def test_what_a_shape_needs(compiled, capsys):
     assert main(["warmup", "--heads", "64", "--head-dim", "512", "--arch", "90", "-j", "2"]) == 0
-    expected = [HopperBackwardConfig, ForwardConfig, PrepareConfig, CompactConfig, FinishConfig, FinishConfig]
+    expected = [HopperBackwardConfig, HopperForwardConfig, PrepareConfig, CompactConfig, FinishConfig, FinishConfig]
     assert kinds(compiled) == sorted(kind.__name__ for kind in expected)
     assert capsys.readouterr().out.startswith("6 of 6 kernels are ready, after ")
 
@@ -58,8 +59,8 @@ def test_options_add_to_it(compiled):
         == 0
     )
     assert {type(config) for config in compiled} == {
-        *(HopperBackwardConfig, BackwardConfig, ForwardConfig, PrepareConfig, CompactConfig, SlotProbsConfig),
-        *(TallyConfig, UnitsConfig, FinishConfig),
+        *(HopperBackwardConfig, BackwardConfig, HopperForwardConfig, ForwardConfig, PrepareConfig, CompactConfig),
+        *(TallyConfig, UnitsConfig, FinishConfig, SlotProbsConfig),
     }
     mains = [config for config in compiled if isinstance(config, (HopperBackwardConfig, BackwardConfig, FinishConfig))]
     assert all(config.deterministic for config in mains)
