@@ -356,8 +356,7 @@ def claimed() -> list[Config]:
         for head_dim in VALUE_DIMS:
             configs += [forward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
             configs += [backward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
-    configs += [forward_config(90, heads, 512, reference_rounding=True) for heads in (16, 64)]
-    configs += [forward_config(90, 64, 512, block=32)]
+    configs += [forward_config(90, 64, 512, reference_rounding=True, block=block) for block in (None, 32)]
     configs += [backward_config(90, 16, 576, grad_lse=True)]
     configs += [backward_config(90, 64, head_dim, lse=False) for head_dim in (512, 576)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
