@@ -91,7 +91,10 @@ def under_checkpoint() -> None:
     for early in (False, True):
         for reentrant in (True, False):
             again = part(whole, lambda call, *args, how=reentrant: checkpoint(call, *args, use_reentrant=how), early)
-            assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+            for a, b in zip(plain, again, strict=True):
+                if DEVICE == "cpu":
+                    assert torch.equal(a, b)
+                close(a, b)  # a GPU's sums are in no order
 
 
 def under_fsdp() -> None:
