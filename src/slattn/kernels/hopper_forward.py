@@ -306,7 +306,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 T.access_ptr(m.rows[group, 0], "w", 5 * HEADS),
             )
             T.fence_proxy_async()
-            arrive(m.p_full, group)
+            T.barrier_arrive(m.p_full[group])  # every thread for itself: maxima and sums pass by ordinary stores
             if theirs // LAST % 2 != 0:
                 finish(g, group, acc, inverse, t, h0)
 
@@ -376,7 +376,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 query_free=T.alloc_barrier([2 * WARPS]),
                 key_full=T.alloc_barrier([GROUP + 1, GROUP] * 2),
                 key_free=T.alloc_barrier([WARPS] * 4),
-                p_full=T.alloc_barrier([WARPS] * 2),
+                p_full=T.alloc_barrier([GROUP] * 2),
             )
             tx = T.get_thread_binding()
             if tx < GROUP:
