@@ -167,7 +167,7 @@ def early_keys_used_twice() -> None:
         distributed.sparse_attention((q * factor).double(), exact, indices, group=dist.group.WORLD) for factor in (1, 3)
     )
     total.backward(grad.double())
-    assert (kv.grad - exact.grad).norm() < 4e-3 * exact.grad.norm()
+    assert relative_error(kv.grad, exact.grad) < 5e-3  # of 600 draws the mean is 2.6e-3 and the largest 4.1e-3
     wide = leaf(kv.float())
     out = distributed.sparse_attention(q, distributed.gather_keys(wide, group=dist.group.WORLD, dtype=q.dtype), indices)
     out.backward(grad)
