@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import slattn
 import test_frameworks_megatron_hooks as megatron_cases
 from framework_models import gradients, losses, randomise
-from slattn.frameworks import cudnn_dsa, flash_mla, megatron_hooks, nemo_automodel, transformers
+from slattn.frameworks import cudnn_dsa, flash_mla, megatron, megatron_hooks, nemo_automodel, transformers
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -117,6 +118,45 @@ def test_automodel_v4_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     cases.backend_of(model).attn = "tilelang"
     with nemo_automodel.patch():
         assert_no_worse(gradients(model, step), own, truth)
+
+
+@pytest.mark.parametrize("attn", ["tilelang", "cudnn"])
+def test_automodel_glm5_whole_model(monkeypatch: pytest.MonkeyPatch, attn: str) -> None:
+    """Its indexer's kernels stay off, and every query takes all keys that it may see."""
+    pytest.importorskip("nemo_automodel.components.models.glm_moe_dsa.model")
+    cases = importlib.import_module("test_frameworks_nemo")
+    cases.replace_glm_indexer(monkeypatch)
+    theirs, sizes = cases.module("glm_moe_dsa.model"), {**cases.GLM, "index_topk": TOKENS, "n_routed_experts": 2}
+    config = cases.module("glm_moe_dsa.config").GlmMoeDsaConfig(**sizes, torch_dtype="float32")
+    exact = theirs.GlmMoeDsaForCausalLM(config, backend=cases.new_backend("sdpa")).float().to(DEVICE)
+    randomise(exact)
+    model = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(model.state_dict())
+    step = cases.glm_step_on(torch.randint(0, 64, (1, TOKENS), device=DEVICE))
+    truth, own, own_losses = gradients(exact, step), gradients(model, step), losses(model, step)
+    cases.backend_of(model).attn = attn
+    with nemo_automodel.patch():
+        assert_no_worse(gradients(model, step), own, truth)
+        assert losses(model, step) == pytest.approx(own_losses, rel=2e-2)
+
+
+def test_megatron_whole_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GPTModel with DSA and local layers; every query takes all keys that it may see."""
+    pytest.importorskip("megatron.core.models.gpt.gpt_model")
+    cases = importlib.import_module("test_frameworks_megatron")
+    cases.without_extensions(monkeypatch)
+    latents = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64, "dsa_indexer_head_dim": 80}
+    with cases.one_process(tmp_path / "store"):
+        exact, model = (cases.model_of(dsa_indexer_topk=TOKENS, **latents).to(DEVICE) for _ in range(2))
+        model.bfloat16()
+        model.load_state_dict(exact.state_dict())
+        exact.load_state_dict(model.state_dict())
+        step = cases.step_on(torch.randint(0, 64, (2, TOKENS), device=DEVICE))
+        truth, own, own_losses = gradients(exact, step), gradients(model, step), losses(model, step)
+        cases.choose(model, "tilelang")
+        with megatron.patch():
+            assert_no_worse(gradients(model, step), own, truth)
+            assert losses(model, step) == pytest.approx(own_losses, rel=2e-2)
 
 
 @pytest.mark.parametrize("heads", [8, 48, 64, 96])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,12 @@ class Linear(nn.Linear):
 
 @pytest.fixture(scope="module")
 def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store: Path = tmp_path_factory.mktemp("megatron") / "store"
+    with one_process(tmp_path_factory.mktemp("megatron") / "store"):
+        yield
+
+
+@contextmanager
+def one_process(store: Path) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     state = module("megatron.core.parallel_state")
     state.initialize_model_parallel(1, 1)
@@ -59,8 +65,12 @@ def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch, _one_process: None) -> None:
-    dsa = module(f"{VARIANT}.dsa")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")  # the indexer's rotary table
+    without_extensions(monkeypatch)
+
+
+def without_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    dsa = module(f"{VARIANT}.dsa")
     monkeypatch.setattr(dsa, "rotate_activation", lambda x: x)  # a rotation of q and k, which leaves their products
     monkeypatch.setattr(dsa.DSAIndexerLossLoggingHelper, "save_loss_to_tracker", lambda *_, **__: None)
     monkeypatch.setattr(module("megatron.core.transformer.multi_latent_attention"), "TELinear", Linear)
@@ -104,10 +114,14 @@ def choose(model: Any, kernels: str) -> None:
 
 @pytest.fixture
 def step() -> Any:
-    ids = torch.randint(0, 64, (2, TOKENS))
+    return step_on(torch.randint(0, 64, (2, TOKENS)))
+
+
+def step_on(ids: Tensor) -> Any:
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
     def step(model: nn.Module) -> tuple[Tensor, Tensor]:
-        out = model(ids, torch.arange(TOKENS).expand(2, -1), None, labels=ids)
+        out = model(ids, positions, None, labels=ids).float()
         return out, out.mean()
 
     return step

@@ -82,6 +82,11 @@ class Float32Torch:
 
 @pytest.fixture
 def _glm_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_glm_indexer(monkeypatch)
+    monkeypatch.setattr(module("glm_moe_dsa.layers"), "torch", Float32Torch())
+
+
+def replace_glm_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     """GLM's indexer kernels, replaced by what they compute."""
 
     def topk(q: Tensor, k: Tensor, weights: Tensor, _: Tensor, count: int, **__: Any) -> Tensor:
@@ -90,12 +95,11 @@ def _glm_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         best, indices = scores.topk(count)
         return indices.masked_fill(best == -torch.inf, -1).int()[:, None]
 
-    def metadata(_: Tensor, tokens: int, **__: Any) -> Any:
-        lengths = torch.arange(1, tokens + 1, dtype=torch.int32)
+    def metadata(bounds: Tensor, tokens: int, **__: Any) -> Any:
+        lengths = torch.arange(1, tokens + 1, dtype=torch.int32, device=bounds.device)
         return types.SimpleNamespace(causal_lengths=lengths, all_rows_nonempty=True, valid_row_indices=None)
 
     layers = module("glm_moe_dsa.layers")
-    monkeypatch.setattr(layers, "torch", Float32Torch())
     monkeypatch.setattr(layers, "should_use_tilelang", lambda *_, **__: True)
     monkeypatch.setattr(layers, "is_cudnn_dsa_available", lambda: True)
     monkeypatch.setattr(layers, "tilelang_indexer_topk", topk)
@@ -142,20 +146,22 @@ def step_of(mask: Tensor | None) -> Any:
 def glm() -> tuple[nn.Module, Any]:
     config = module("glm_moe_dsa.config").GlmMoeDsaConfig(**GLM, torch_dtype="float32")
     model = module("glm_moe_dsa.model").GlmMoeDsaForCausalLM(config, backend=new_backend("sdpa")).float()
-    ids = torch.randint(0, 64, (1, TOKENS))
+    return model, glm_step_on(torch.randint(0, 64, (1, TOKENS)))
 
+
+def glm_step_on(ids: Tensor) -> Any:
     def step(model: nn.Module) -> tuple[Tensor, Tensor]:
         """Batched in the dense path, packed for the kernels: each takes the one form alone."""
-        positions = torch.arange(TOKENS)
+        positions = torch.arange(ids.shape[1], device=ids.device)
         if backend_of(model).attn == "sdpa":
             result = model(ids, position_ids=positions[None])
         else:
-            packed = {"qkv_format": "thd", "cu_seqlens": torch.tensor([0, TOKENS], dtype=torch.int32)}
-            result = model(ids[0], position_ids=positions, **packed)
-        logits = getattr(result, "logits", result).reshape(1, TOKENS, -1)
+            bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32, device=ids.device)
+            result = model(ids[0], position_ids=positions, qkv_format="thd", cu_seqlens=bounds)
+        logits = getattr(result, "logits", result).reshape(*ids.shape, -1).float()
         return logits, cross_entropy(logits, ids)
 
-    return model, step
+    return step
 
 
 CASES = [(v4, "tilelang"), (v41, "tilelang"), (glm, "tilelang"), (glm, "cudnn")]
