@@ -178,3 +178,20 @@ def test_a_gradient_of_lse_alone(heads):
     grad_lse = torch.randn(len(q), heads, device="cuda")
     exact, usual = (gradients(q, kv, indices, grad_out, grad_lse=grad_lse, deterministic=x)[1] for x in (True, False))
     assert testing.relative_error(exact, usual) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("sink", [20.0, 60.0, torch.inf])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_gradient_of_lse_is_not_the_smaller_for_a_sink(heads, sink):
+    """lse is over the keys alone, so that its gradient stays where a sink leaves nothing of grad_out's."""
+    q, kv, indices, grad_out = drawn(heads, 512)
+    sinks = torch.full((heads,), sink, device="cuda")
+    grad_lse = torch.randn(len(q), heads, device="cuda")
+    exact, usual = (
+        gradients(q, kv, indices, grad_out, grad_lse=grad_lse, attn_sink=sinks, deterministic=x)[1]
+        for x in (True, False)
+    )
+    assert usual.any()
+    assert testing.relative_error(exact, usual) < 1e-3

@@ -9,21 +9,18 @@ that detour and how fine the unit is; the bits depend on an order in neither cas
 
 EXACT_PRELUDE = r"""
 namespace slattn {
-__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
-
 // expected_part is what a query of which `count` slots count accounts a part of it to be; one warp. As large as that of
 // a slot with all of the weight, or 512 times that of one of equal slots, whichever is less: for each head the mean of
-// |dO|, times what brings that to the root mean square and adds dS q, and |dlse| / sqrt(d_v); what the sink leaves of
-// it; and the heads of a group as independent.
+// |dO|, times what brings that to the root mean square and adds dS q, and what the sink leaves of it; |dlse| /
+// sqrt(d_v), which no sink makes less; and the heads of a group as independent.
 __device__ __forceinline__ float expected_part(int count, const float* norm, const float* lse, const float* lse2,
                                                const float* grad_lse, bool use_grad_lse, int heads, int columns,
                                                int groups) {
   float sum = 0.f, most = 0.f;
   for (int h = threadIdx.x % 32; h < heads; h += 32) {
     const float left = lse[h] < INFINITY ? exp2f(fminf(lse[h] * 1.4426950408889634f - lse2[h], 0.f)) : 0.f;
-    float head = norm[h] * 1.7724539f / columns;
+    float head = norm[h] * 1.7724539f / columns * left;
     if (use_grad_lse) head += fabsf(grad_lse[h]) * rsqrtf(columns);
-    head *= left;
     sum += head;
     most = fmaxf(most, head);
   }
@@ -113,7 +110,7 @@ __device__ __forceinline__ void peel_rows(float* tile, const float* scale, float
   for (int half = 0; half < 2; half++) {
     const float limit = limit_of(scale[half]);
     float* f = tile + kFirst / 2 + half * 2;
-    float squares[2] = {0.f, 0.f};  // cheaper than the largest; below a limit of 2^-75 or above 2^63 it says nothing
+    float squares[2] = {0.f, 0.f};  // cheaper than the largest; where limit^2 is no normal float it says nothing
 #pragma unroll
     for (int i = 0; i < kColumns / 4; i++) {
       const float x = f[i / 2 * 4 + i % 2];

@@ -1,0 +1,225 @@
+// Runs the helpers of slattn/kernels/exact_cuda.py, which test_exact_cuda.py leaves in prelude.h, with a host's threads
+// taking turns in place of a GPU's. Prints what is wrong; nothing where nothing is.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <vector>
+
+using std::max;
+using std::min;
+#define __device__
+#define __forceinline__ inline
+struct int2 { int x, y; };
+struct { unsigned x; } threadIdx, blockDim;
+
+template <class To, class From> To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+float __int_as_float(int x) { return bits<float>(x); }
+int __float_as_int(float x) { return bits<int>(x); }
+float __uint_as_float(unsigned x) { return bits<float>(x); }
+unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+float rsqrtf(float x) { return 1 / std::sqrt(x); }
+int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+float __ldg(const float* p) { return *p; }
+float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+float __fdiv_rn(float a, float b) { return a / b; }
+long long __float2ll_rn(float x) { return fabsf(x) < 0x1p63f ? llrintf(x) : INT64_MAX; }
+float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+template <class T, class U> void atomicAdd(T* p, U x) { *p += x; }
+void atomicMax(int* p, int x) { *p = max(*p, x); }
+
+const int kMost = 128;
+ucontext_t host, threads[kMost];
+std::vector<char> stacks[kMost];
+std::function<void()> work;
+uint32_t given[2][kMost];
+int count, arrived, generation, shuffles[kMost];
+bool done[kMost];
+
+unsigned thread_now() { return threadIdx.x; }
+void next_thread() { swapcontext(&threads[threadIdx.x], &host); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
+  const int t = threadIdx.x, side = shuffles[t]++ % 2;
+  given[side][t] = bits<uint32_t>(x);
+  next_thread();
+  return bits<T>(given[side][t ^ mask]);
+}
+void __syncthreads() {
+  const int now = generation;
+  if (++arrived == count) arrived = 0, generation++;
+  while (generation == now) next_thread();
+}
+void entry() {
+  work();
+  done[threadIdx.x] = true;
+  next_thread();
+}
+void launch(int n, std::function<void()> f) {
+  work = f, count = blockDim.x = n;
+  for (int t = 0; t < n; t++) {
+    stacks[t].resize(1 << 16);
+    done[t] = false, shuffles[t] = 0;
+    getcontext(&threads[t]);
+    threads[t].uc_stack.ss_sp = stacks[t].data();
+    threads[t].uc_stack.ss_size = stacks[t].size();
+    makecontext(&threads[t], entry, 0);
+  }
+  for (bool any = true; any;) {
+    any = false;
+    for (int t = 0; t < n; t++)
+      if (!done[t]) threadIdx.x = t, any = true, swapcontext(&host, &threads[t]);
+  }
+}
+
+#include "prelude.h"
+using namespace slattn;
+
+std::mt19937 random_bits(1);
+int draw(int from, int to) { return from + static_cast<int>(random_bits() % unsigned(to - from + 1)); }
+#define CHECK(condition, ...) ((condition) ? 0 : (printf("%s: ", #condition), printf(__VA_ARGS__), puts("")))
+
+// As many parts as a row can have, each of the most units, fit in 32 bits; the limit is a power of two.
+void check_units() {
+  for (int shift = 0; shift < 31; shift++)
+    for (int around = -40000; around < 40000; around += abs(around) < 500 ? 1 : 97)
+      for (int size : {0, 1, 0x16800000, 0x3f800000, 0x3fffffff, 0x7f7fffff, 0x7f800000, 0x7fffffff}) {
+        const int64_t parts = (int64_t(1) << shift) + around;
+        if (parts < 0 || parts >= 2147450880) continue;
+        const float scale = unit_of(size, int(parts)), limit = limit_of(scale);
+        int exponent;
+        CHECK(frexpf(limit, &exponent) == 0.5f && exponent >= -79 && exponent <= 91, "size %x limit %g", size, limit);
+        const int64_t most = int(__float_as_uint(fmaf(limit, scale, 12582912.f)) - 0x4b400000u);
+        CHECK(most * parts < 1ll << 31 && most < 1 << 22, "%lld parts of %lld", (long long)parts, (long long)most);
+      }
+}
+
+float part_of(int kind, float limit) {
+  const float sign = draw(0, 1) ? 1 : -1;
+  if (kind == 0) return sign * limit * draw(0, 1 << 20) * 0x1p-20f;
+  if (kind == 1) return limit;
+  if (kind == 2) return -limit;
+  if (kind == 3) return nextafterf(sign * draw(0, 9) * limit, draw(0, 1) ? INFINITY : -INFINITY);
+  return sign * draw(1 << 20, 1 << 21) * limit * exp2f(draw(-42, 16));
+}
+
+// A row's sum is that of its parts' whole units and multiples of two limits, whatever the parts are.
+template <int kColumns, int kFirst> void check_sums(int kind, int dim, int column, int blocks, int size) {
+  const int first = 3, keys = 7, all = first + keys;
+  std::vector<unsigned long long> table(all * dim / 2), whole(all * dim);
+  std::vector<int> parts(all);
+  std::vector<float> scales(all);
+  std::vector<int2> rows(blocks * 32);
+  int* row = &rows[0].x;
+  for (int i = 0; i < blocks * 64; i++) {
+    row[i] = draw(-1, keys - 1);
+    if (row[i] >= 0) parts[first + row[i]]++;
+  }
+  for (int n = 0; n < all; n++) scales[n] = unit_of(size, parts[n]);
+  const auto before = scales;
+  std::map<int, int64_t> units, multiples;
+  for (int b = 0; b < blocks; b++, row += 64) {
+    std::vector<float> tile(128 * 32);
+    for (int t = 0; t < 128; t++)
+      for (int i = 0; i < 32; i++) {
+        const int r = row[t / 32 * 16 + i / 2 % 2 * 8 + t % 32 / 4], c = i / 4 * 8 + t % 4 * 2 + i % 2;
+        if (r < 0) continue;
+        const double scale = scales[first + r], limit = limit_of(scale);
+        const double x = tile[t * 32 + i] = part_of(kind, limit);
+        if (c < kFirst || c >= kFirst + kColumns) continue;
+        const double many = fabs(x) >= limit ? nearbyint(x / (2 * limit)) : 0;
+        multiples[(first + r) * dim + column + c] += int64_t(many);
+        units[(first + r) * dim + column + c] += int64_t(nearbyint((x - 2 * limit * many) * scale));
+      }
+    launch(128, [&] {
+      float scale[2], *own = &tile[threadIdx.x * 32];
+      scales_of(scale, scales.data(), row, first);
+      peel_rows<kColumns, kFirst>(own, scale, scales.data(), whole.data(), row, first, dim, column);
+      add_units<kColumns, kFirst>(own, scale, table.data(), row, first, dim, column);
+    });
+  }
+  CHECK(scales == before, "kind %d: a row became NaN", kind);
+  for (int n = 0; n < all; n++)
+    for (int c = column + kFirst; c < column + kFirst + kColumns; c++) {
+      const int at = n * dim + c, word = c % 32 / 8 % 2 * 8 + c % 32 / 16 * 4 + c % 8 / 2;  // word_of in collect.py
+      const float got = sum_of(table[n * dim / 2 + c / 32 * 16 + word], parts[n], c % 2, scales[n], whole[at]);
+      const float want = fmaf(float(multiples[at]), 2 * limit_of(scales[n]), float(units[at]) / scales[n]);
+      CHECK(got == want, "kind %d row %d column %d: %g, not %g", kind, n, c, got, want);
+    }
+}
+
+float expected(int slots, const float* norm, const float* lse, const float* lse2, const float* dlse, bool use_dlse,
+               int heads, int groups) {
+  float all[32];
+  launch(32, [&] { all[thread_now()] = expected_part(slots, norm, lse, lse2, dlse, use_dlse, heads, 64, groups); });
+  return all[0];
+}
+
+// Every window and share counts what a loop over all slots counts.
+void check_tally() {
+  const int batch = draw(1, 4), queries = draw(1, 6), keys = draw(1, 50), slots = draw(1, 70), window = draw(1, 64);
+  const int heads = draw(1, 100), groups = draw(1, 4), shares = draw(1, 9), tokens = batch * queries;
+  const bool use_lengths = draw(0, 1), use_dlse = draw(0, 1);
+  std::vector<int> index(tokens * slots), length(tokens), size(batch * keys), parts(size), shared(2 * window);
+  std::vector<float> norm(tokens * heads), lse(norm), lse2(norm), dlse(norm);
+  for (int& i : index) i = draw(0, 9) ? draw(-9, keys + 9) : draw(0, 1) ? INT32_MAX : INT32_MIN;
+  for (int& n : length) n = draw(0, 9) ? draw(-2, slots + 2) : draw(0, 1) ? INT32_MAX : INT32_MIN;
+  for (int i = 0; i < tokens * heads; i++) {
+    norm[i] = draw(0, 999), dlse[i] = draw(-9, 9), lse[i] = draw(-50, 50);
+    lse2[i] = lse[i] * 1.442695f + draw(0, 30);
+  }
+  const int share = (tokens + shares - 1) / shares;
+  for (int64_t low = 0; low < batch * keys; low += window)
+    for (int i = 0; i < shares; i++)
+      launch(64, [&] {
+        tally(index.data(), length.data(), norm.data(), lse.data(), lse2.data(), dlse.data(), size.data(),
+              parts.data(), shared.data(), i * share, min(i * share + share, tokens), low, window, batch * keys, slots,
+              heads, queries, keys, use_lengths, use_dlse, 64, groups);
+      });
+  std::vector<int> want_parts(batch * keys), want_size(batch * keys);
+  for (int t = 0; t < tokens; t++) {
+    std::vector<int> named;
+    for (int k = 0; k < (use_lengths ? min(length[t], slots) : slots); k++)
+      if (index[t * slots + k] >= 0 && index[t * slots + k] < keys) named.push_back(index[t * slots + k]);
+    const int h = t * heads;
+    const float most = expected(named.size(), &norm[h], &lse[h], &lse2[h], &dlse[h], use_dlse, heads, groups);
+    for (int n : named) {
+      want_parts[t / queries * keys + n] += groups;
+      want_size[t / queries * keys + n] = max(want_size[t / queries * keys + n], bits<int>(most));
+    }
+  }
+  CHECK(parts == want_parts && size == want_size, "%d keys, %d slots, window %d", keys, slots, window);
+}
+
+// lse is over the keys alone: what its gradient adds to dkv does not get smaller with the sink's weight.
+void check_sinks() {
+  const float norm[2] = {64, 64}, lse[2] = {5, 5}, dlse[2] = {1, -1};
+  const float without = expected(9, norm, lse, lse, dlse, false, 2, 1);
+  for (float lse2 : {40.f, 100.f, 1e9f, INFINITY}) {
+    const float sinks[2] = {lse2, lse2};
+    CHECK(expected(9, norm, lse, sinks, dlse, false, 2, 1) < without * 1e-9f, "base-2 lse %g", lse2);
+    CHECK(expected(9, norm, lse, sinks, dlse, true, 2, 1) >= 0.125f, "base-2 lse %g", lse2);
+  }
+}
+
+int main() {
+  check_units();
+  for (int kind = 0; kind < 5; kind++) {
+    for (int size : {0, 0x10000000, 0x3f812345}) check_sums<64, 0>(kind, 64, 0, 3, size);
+    check_sums<64, 0>(kind, 128, 64, 150, 0x3fffffff);
+    check_sums<32, 0>(kind, 576, 512, 5, 0x3f800000);
+    check_sums<32, 32>(kind, 576, 512, 5, 0x3f800000);
+  }
+  for (int i = 0; i < 60; i++) check_tally();
+  check_sinks();
+}
