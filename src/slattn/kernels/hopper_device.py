@@ -77,8 +77,8 @@ __device__ __forceinline__ void empty_rows(void* bf16, float* lse, int rows) {
 }
 
 // softmax_block turns the scores of a block into P, in registers and in a tile in the tensor core's swizzle, and
-// publishes maxima and sums. `factor` is what accumulators need where a row's maximum has grown. They follow each: to
-// leave that until it exceeds 2^8 saves a twentieth of the time, but the largest weights are then not exactly 1, and the
+// publishes maxima and sums. `factor` is what accumulators need where a row's maximum has grown. Each growth counts: to
+// wait until one exceeds 2^8 saves a twentieth of the time, but the largest weights are then not exactly 1, and the
 // error of the output is 4% larger.
 template <bool kNatural>
 __device__ __forceinline__ void softmax_block(float* s, void* bf16, float* top, float* sum, float* rest, float* factor,
