@@ -36,8 +36,8 @@ def same(got, want):
     ("heads", "slots", "holes"), [(64, 640, 0.0), (33, 70, 0.9), (96, 131, 0.5), (128, 1000, 0.97)]
 )
 def test_rows_again_by_themselves_and_in_another_order_have_the_same_bits(head_dim, heads, slots, holes):
-    """Blocks alternate between the two scorers over all rows of a multiprocessor; neither their number before a row
-    nor the multiprocessor may be seen in it.
+    """Blocks go through buffers in turn over all rows of a multiprocessor; neither their number before a row nor the
+    multiprocessor may be seen in it.
     """
     tensors = call(300, 900, heads, head_dim, slots, holes)
     q, kv, indices, sink, lengths = tensors
