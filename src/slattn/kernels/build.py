@@ -193,7 +193,7 @@ def pass_configs(config: Config) -> dict[str, Any]:
     kind (tile-ai/tilelang issue 2199).
     """
     return {
-        "tl.disable_tma_lower": not isinstance(config, (HopperForwardConfig, HopperBackwardConfig)),
+        "tl.disable_tma_lower": not isinstance(config, HopperBackwardConfig),
         "tl.disable_warp_specialized": True,
         "tl.disable_thread_storage_sync": not isinstance(config, PrepareConfig),
         "tl.disable_safe_memory_legalize": True,

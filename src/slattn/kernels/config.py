@@ -39,24 +39,40 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class HopperForwardConfig:
-    """One compiled Hopper forward kernel: three warpgroups over 64 heads and 64 slots that count a step.
-
-    The registers are those of a thread of the group that gathers keys and of the two that make the output.
-    """
+    """One compiled Hopper forward kernel: four warpgroups over 64 heads and 64 slots that count a step."""
 
     head_dim: int
     value_dim: int
     reference_rounding: bool = False
-    gather_registers: int = 56
-    score_registers: int = 224
     arch: int = 90
     head_tile: int = 64
+    threads: int = 512
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of the group that gathers keys, of the one that scores, of the two that multiply."""
+        return 32, 160, 160
+
+    @property
+    def held(self) -> int:
+        """Columns of Q that the scorer holds in registers: 96 of a thread's."""
+        return 384
+
+    @property
+    def key_buffers(self) -> tuple[int, int]:
+        """Buffers of the keys' left half, with the columns that only scores need, and of the right half."""
+        return (3, 3) if self.head_dim == self.value_dim else (3, 2)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block of threads: Q, two blocks of keys, two of P unless keys make room, the rest."""
-        keys = 64 * self.head_dim
-        return 2 * (3 * keys + (2 * 64 * 64 if self.head_dim == self.value_dim else 0)) + 8 * 5 * 64 + 4 * 512 + 1024
+        """Dynamic shared memory of one block of threads: keys, the rest of Q, P twice, inverse sums, slots that wait.
+
+        Barriers and what groups tell one another of a block are in static memory, 752 bytes of the 1024 before the
+        tiles' alignment.
+        """
+        left, right = self.key_buffers
+        columns = left * (self.head_dim - self.value_dim // 2) + right * self.value_dim // 2
+        return 2 * 64 * (columns + self.head_dim - self.held + 2 * 64) + 4 * (2 * 64 + 256)
 
 
 @dataclass(frozen=True)
@@ -250,8 +266,8 @@ def forward_config(
 ) -> ForwardConfig | HopperForwardConfig:
     """The forward's configuration for a head count; `block` and `threads` where the caller fixes them.
 
-    On Hopper its own kernel where it is written for the call and the caller fixes nothing: at three shapes 0.94 to 0.99
-    of FlashMLA's speed, the portable kernel 0.72 to 0.75 (docs/performance.md).
+    On Hopper its own kernel where it is written for the call and the caller fixes nothing: 1.04 and 0.98 of FlashMLA's
+    speed at v4-flash and glm5, the portable kernel 0.72 to 0.75 (docs/performance.md).
 
     Raises:
         ValueError: a block or a number of threads that no kernel of this architecture can have.
@@ -357,6 +373,7 @@ def claimed() -> list[Config]:
             configs += [forward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
             configs += [backward_config(arch, heads, head_dim) for heads in (16, 32, 64)]
     configs += [forward_config(90, 64, 512, reference_rounding=True, block=block) for block in (None, 32)]
+    configs += [forward_config(90, 64, 576, reference_rounding=True)]
     configs += [backward_config(90, 16, 576, grad_lse=True)]
     configs += [backward_config(90, 64, head_dim, lse=False) for head_dim in (512, 576)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]

@@ -3,29 +3,186 @@
 A thread holds two rows of every accumulator of its warpgroup, `row` and `row + 8`, and of them 2 neighbouring columns
 of every 8; the four lanes of a quad share these rows. Arrays of two are one value for each row.
 
-What a group publishes of a block beside P is 64 maxima and, for each row, the four lanes' sums of P.
+A tile is 64 rows of 64 columns of bf16, 8 KB, in the 128-byte swizzle; wider matrices are tiles one after the other.
 """
 
+from typing import Any
+
+import tilelang.language as T
+
+from slattn.kernels.device import INT32
+
 FORWARD_PRELUDE = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+#include <tl_templates/cuda/intrin.h>
 namespace slattn {
+constexpr float kLog2e = 1.4426950408889634f;
+
 __device__ __forceinline__ const void* at(const void* bf16, int64_t index) {
   return static_cast<const __nv_bfloat16*>(bf16) + index;
 }
 
-// copy_row starts copying 16 bytes of each of kPieces pieces of 64 columns, from `piece` on, of one row into a tile of
-// 64 rows that the tensor core reads in its 128-byte swizzle; zeros where the row does not count, and nothing is read.
-template <int kPieces>
-__device__ __forceinline__ void copy_row(void* tile, const void* row, int index, int lane, int piece, bool counts) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + index * 128 + ((lane ^ index) & 7) * 16;
-#pragma unroll
-  for (int i = 0; i < kPieces; i++)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + (piece + i) * 8192),
-                 "l"(static_cast<const char*>(row) + (piece + i) * 128), "r"(counts ? 16 : 0) : "memory");
+// Barriers of the hardware, by number: what threads wrote before they tell is there for those that have heard. All of
+// both are counted.
+__device__ __forceinline__ void tell(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-constexpr float kLog2e = 1.4426950408889634f;
+__device__ __forceinline__ void hear(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// copy_row starts copying 16 bytes of each 64 columns of a row into kTiles tiles; zeros where the row does not count,
+// and nothing is read.
+template <int kTiles>
+__device__ __forceinline__ void copy_row(void* tiles, const void* row, int index, int lane, bool counts) {
+  const unsigned to = shared_address(tiles) + index * 128 + ((lane ^ index) & 7) * 16;
+#pragma unroll
+  for (int i = 0; i < kTiles; i++)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 8192),
+                 "l"(static_cast<const char*>(row) + i * 128), "r"(counts ? 16 : 0) : "memory");
+}
+
+// copy_query starts copying columns of up to 64 heads' Q into kTiles tiles, zeros past the last head.
+template <int kTiles, int kDim>
+__device__ __forceinline__ void copy_query(void* tiles, const void* from, int rows) {
+  const int lane = threadIdx.x % 8;
+#pragma unroll 1
+  for (int row = threadIdx.x / 8 % 16; row < 64; row += 16)
+    copy_row<kTiles>(tiles, at(from, min(row, rows - 1) * kDim + lane * 8), row, lane, row < rows);
+}
+
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
+__device__ __forceinline__ void prefetch_query(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
+// scan adds to the ring, in their order, the slots of a stretch that name a key; every warp counts them all and writes
+// its own quarter. Returns how many there are, once all are written. The ring holds two stretches.
+template <int kStretch>
+__device__ __forceinline__ int scan(const int* slots, int from, int count, int keys, int* ring, int filled) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  int found = 0;
+  hear(1, 128);  // all have read what is overwritten
+#pragma unroll
+  for (int i = 0; i < kStretch / 32; i++) {
+    const bool counts = from + i * 32 + lane < count && static_cast<unsigned>(slots[i]) < static_cast<unsigned>(keys);
+    const unsigned vote = __ballot_sync(0xffffffffu, counts);
+    if (counts && i / (kStretch / 128) == warp)
+      ring[(filled + found + __popc(vote & ((1u << lane) - 1))) & (2 * kStretch - 1)] = slots[i];
+    found += __popc(vote);
+  }
+  hear(1, 128);
+  return found;
+}
+
+// What one group tells another of a block. TileLang's barriers keep asm volatile in its place, but not the compiler's
+// own loads and stores: hence these, and volatile below.
+__device__ __forceinline__ void describe(int* block, int what, int flags, int t, int h0) {
+  asm volatile("" ::: "memory");
+  block[0] = what, block[1] = flags, block[2] = t, block[3] = h0;
+  asm volatile("" ::: "memory");
+}
+
+__device__ __forceinline__ int field(const int* block, int index) {
+  return static_cast<const volatile int*>(block)[index];
+}
 
 __device__ __forceinline__ int quad_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+
+__device__ __forceinline__ void put_rows(float* shared, const float* rows) {
+  if (threadIdx.x % 4 == 0) shared[quad_row()] = rows[0], shared[quad_row() + 8] = rows[1];
+}
+
+__device__ __forceinline__ void get_rows(const float* shared, float* rows) {
+  rows[0] = static_cast<const volatile float*>(shared)[quad_row()];
+  rows[1] = static_cast<const volatile float*>(shared)[quad_row() + 8];
+}
+
+// hold_query reads tiles of Q as fragments of the left operand, 32 registers for each 128 columns.
+template <int kColumns>
+__device__ __forceinline__ void hold_query(uint32_t* q, const void* tiles) {
+  asm volatile("" ::: "memory");
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const unsigned from = shared_address(tiles) + row * 128;
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; i++)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q[i * 4]), "=r"(q[i * 4 + 1]), "=r"(q[i * 4 + 2]), "=r"(q[i * 4 + 3])
+                 : "r"(from + i / 4 * 8192 + ((i % 4 * 2 + lane / 16) ^ (row & 7)) * 16) : "memory");
+}
+
+// keep_query copies tiles of Q to where they stay; before it no thread of the group reads what was there, after it all
+// have read what they copy.
+template <int kTiles>
+__device__ __forceinline__ void keep_query(void* to, const void* from) {
+  hear(2, 128);
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; i++)
+    static_cast<uint4*>(to)[threadIdx.x % 128 + i * 128] = static_cast<const uint4*>(from)[threadIdx.x % 128 + i * 128];
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  hear(2, 128);
+}
+
+// A tile as the tensor core reads it along its rows: 16 columns on are 2 further, a tile 512. kStride: between tiles,
+// where it reads along the columns.
+template <int kStride>
+__device__ __forceinline__ tl::GmmaDescriptor descriptor(const void* tile) {
+  tl::GmmaDescriptor d;
+  tl::initialize_wgmma_descriptor<1, kStride, 64>(d, static_cast<__nv_bfloat16*>(const_cast<void*>(tile)));
+  return d;
+}
+
+__host__ __device__ constexpr int step_16(int k) { return k / 4 * 512 + k % 4 * 2; }
+
+template <int kSteps>
+__device__ __forceinline__ void score_held(float* s, const uint32_t* q, uint64_t keys, bool first) {
+  constexpr auto k16 = tl::DataType::kBFloat16;
+#pragma unroll
+  for (int k = 0; k < kSteps; k++)
+    tl::wgmma_rs<k16, k16, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+        q + k * 4, keys + step_16(k), reinterpret_cast<uint32_t*>(s), k > 0 || !first);
+}
+
+template <int kSteps>
+__device__ __forceinline__ void score_kept(float* s, uint64_t kept, uint64_t keys) {
+  constexpr auto k16 = tl::DataType::kBFloat16;
+#pragma unroll
+  for (int k = 0; k < kSteps; k++)
+    tl::wgmma_ss<k16, k16, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+        kept + step_16(k), keys + step_16(k), reinterpret_cast<uint32_t*>(s), true);
+}
+
+// score_keys starts adding to the scores of a block: of the left 256 columns and the tail, of the right 256, or of all.
+// q holds 384 columns; the other 128 and the tail are kept. The keys came by the generic proxy, the tensor core reads
+// by the other.
+template <bool kLeft, bool kRight, bool kTail>
+__device__ __forceinline__ void score_keys(float* s, uint32_t* q, const void* kept, const void* left, const void* tail,
+                                           const void* right) {
+  const uint64_t rest = uint64_t(descriptor<1>(kept));
+  tl::warpgroup_fence_operand(q, 96);
+  tl::warpgroup_fence_operand(s, 32);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  tl::warpgroup_arrive();
+  if (kLeft) {
+    score_held<16>(s, q, uint64_t(descriptor<1>(left)), true);
+    if (kTail) score_kept<4>(s, rest + step_16(8), uint64_t(descriptor<1>(tail)));
+  }
+  if (kRight) {
+    const uint64_t keys = uint64_t(descriptor<1>(right));
+    score_held<8>(s, q + 64, keys, false);
+    score_kept<8>(s, rest, keys + step_16(8));
+  }
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(s, 32);
+  tl::warpgroup_fence_operand(q, 96);
+}
+
+__device__ __forceinline__ void wait_scores(float* s) {
+  tl::wait_wgmma<0>();
+  tl::warpgroup_fence_operand(s, 32);
+}
 
 template <bool kNatural>
 __device__ __forceinline__ float power(float x) {
@@ -38,54 +195,13 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// scan adds to the ring, in their order, the slots of a stretch of 256 that name a key; every warp counts them all and
-// writes its own 64. Returns how many there are, once all are written.
-__device__ __forceinline__ int scan(const int* slots, int from, int count, int keys, int* ring, int filled) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  int found = 0;
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const bool counts = from + i * 32 + lane < count && static_cast<unsigned>(slots[i]) < static_cast<unsigned>(keys);
-    const unsigned vote = __ballot_sync(0xffffffffu, counts);
-    if (counts && i / 2 == warp) ring[(filled + found + __popc(vote & ((1u << lane) - 1))) & 511] = slots[i];
-    found += __popc(vote);
-  }
-  asm volatile("bar.sync 1, 128;" ::: "memory");
-  return found;
-}
-
-// What the gatherer says of a block: how many keys, flags, the query's number among those with keys, token, first head.
-// TileLang's barriers keep asm volatile in its place, but not the compiler's own loads and stores: hence these.
-__device__ __forceinline__ void describe(int* block, int count, int flags, int query, int t, int h0) {
-  asm volatile("" ::: "memory");
-  block[0] = count, block[1] = flags, block[2] = query, block[3] = t, block[4] = h0;
-  asm volatile("" ::: "memory");
-}
-
-__device__ __forceinline__ int field(const int* block, int index) {
-  return static_cast<const volatile int*>(block)[index];
-}
-
-__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
-// empty_rows writes the results of a query without keys.
-template <int kColumns>
-__device__ __forceinline__ void empty_rows(void* bf16, float* lse, int rows) {
-  const int thread = threadIdx.x % 128;
-  for (int i = thread; i < rows * (kColumns / 8); i += 128) static_cast<uint4*>(bf16)[i] = make_uint4(0, 0, 0, 0);
-  if (thread < rows) lse[thread] = __int_as_float(0x7f800000);
-}
-
-// softmax_block turns the scores of a block into P, in registers and in a tile in the tensor core's swizzle, and
-// publishes maxima and sums. `factor` is what accumulators need where a row's maximum has grown. Each growth counts: to
-// wait until one exceeds 2^8 saves a twentieth of the time, but the largest weights are then not exactly 1, and the
-// error of the output is 4% larger.
+// softmax_block turns the scores of a block into P, in a tile, and leaves for the rows' accumulators the factor that
+// their maxima's growth asks for. Maxima follow at once: the largest weights are then exactly 1, which bf16 holds.
 template <bool kNatural>
-__device__ __forceinline__ void softmax_block(float* s, void* bf16, float* top, float* sum, float* rest, float* factor,
-                                              float scale, int count, bool fresh, void* tile, float* shared) {
+__device__ __forceinline__ void softmax_block(float* s, float* top, float* sum, float scale, int count, bool fresh,
+                                              void* tile, float* factors) {
   constexpr float kLowest = kNatural ? -1e30f : -3.4028234e38f;
-  const int lane = threadIdx.x % 32, row = quad_row();
-  unsigned* p = static_cast<unsigned*>(bf16);
+  const int lane = threadIdx.x % 32;
   if (scale < 0) {
 #pragma unroll
     for (int i = 0; i < 32; i++) s[i] = -s[i];
@@ -97,100 +213,148 @@ __device__ __forceinline__ void softmax_block(float* s, void* bf16, float* top, 
     for (int i = 0; i < 32; i++)
       if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= count) s[i] = -__int_as_float(0x7f800000);
   }
+  float best[2], factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) best[half] = fmaxf(s[half * 2], s[half * 2 + 1]);
+#pragma unroll
+  for (int i = 1; i < 8; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      best[half] = fmaxf(best[half], fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+    for (int half = 0; half < 2; half++) best[half] = fmaxf(best[half], __shfl_xor_sync(0xffffffffu, best[half], bit));
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    float best = fmaxf(s[half * 2], s[half * 2 + 1]);
-#pragma unroll
-    for (int i = 1; i < 8; i++) best = fmaxf(best, fmaxf(s[i * 4 + half * 2], s[i * 4 + half * 2 + 1]));
-    best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 1));
-    best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, 2)) * scale;
     const float last = fresh ? kLowest : top[half];
-    top[half] = fmaxf(best, last);
+    top[half] = fmaxf(__fmul_rn(best[half], scale), last);
     factor[half] = fresh ? 1.0f : power<kNatural>(last - top[half]);
     sum[half] = fresh ? 0.0f : __fmul_rn(sum[half], factor[half]);
-    rest[half] = fresh ? 0.0f : __fmul_rn(rest[half], factor[half]);
   }
+  put_rows(factors, factor);
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const int half = i % 2;
-    float e[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const float x = s[i * 2 + j];
-      e[j] = power<kNatural>(kNatural ? __fmul_rn(x, scale) - top[half] : __fmaf_rn(x, scale, -top[half]));
-      sum[half] += e[j];
-    }
-    const __nv_bfloat162 two = __floats2bfloat162_rn(e[0], e[1]);
-    p[i] = *reinterpret_cast<const unsigned*>(&two);
+  for (int i = 0; i < 32; i++) {
+    const float shift = top[i / 2 % 2];
+    s[i] = power<kNatural>(kNatural ? __fmul_rn(s[i], scale) - shift : __fmaf_rn(s[i], scale, -shift));
   }
   const int to = threadIdx.x / 32 % 4 * 16 + lane % 16;
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(tile)) + to * 128;
+  const unsigned address = shared_address(tile) + to * 128;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address + (((i * 2 + lane / 16) ^ (to & 7)) * 16)),
-                 "r"(p[i * 4]), "r"(p[i * 4 + 1]), "r"(p[i * 4 + 2]), "r"(p[i * 4 + 3]) : "memory");
+  for (int k = 0; k < 4; k++) {
+    unsigned p[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) p[i] = bf16_pair(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
+    store_matrices(address + (((k * 2 + lane / 16) ^ (to & 7)) * 16), p);
+  }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    if (lane % 4 == 0) shared[row + half * 8] = top[half];
-    shared[64 + (row + half * 8) * 4 + lane % 4] = sum[half];
-  }
-}
-
-// rescale_rows multiplies the rows of an accumulator of 2 * kColumns values a row, where any needs it.
-template <int kColumns>
-__device__ __forceinline__ void rescale_rows(float* tile, const float* factor) {
-  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
+    float part[8];
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; i++) tile[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < 8; i++) part[i] = s[i * 4 + half * 2] + s[i * 4 + half * 2 + 1];
+    sum[half] += ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
   }
 }
 
-// adopt_block takes over the maxima of a block of the other group, whose P comes next, and its sums: `rest` becomes
-// the other group's sum, or, after a query's last block, the sum of both.
-template <int kColumns, bool kNatural>
-__device__ __forceinline__ void adopt_block(float* tile, float* top, float* sum, float* rest, const float* shared,
-                                            bool fresh, bool last) {
-  asm volatile("" ::: "memory");  // nothing is read before the barrier that says it is there
-  float factor[2];
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int row = quad_row() + half * 8;
-    const float next = shared[row];
-    const float4 part = *reinterpret_cast<const float4*>(shared + 64 + row * 4);
-    factor[half] = fresh ? 1.0f : power<kNatural>(top[half] - next);
-    top[half] = next;
-    rest[half] = (part.x + part.y) + (part.z + part.w);
-    if (last && !fresh) rest[half] += __fmul_rn(quad_sum(sum[half]), factor[half]);
-    sum[half] = fresh ? 0.0f : __fmul_rn(sum[half], factor[half]);
-  }
-  rescale_rows<kColumns>(tile, factor);
-}
-
-// close_rows makes of a query's sums what its accumulator is to be multiplied with, and writes the lse where asked.
+// close_rows makes of a query's sums what its accumulators are to be multiplied with, and writes the lse.
 template <bool kNatural>
-__device__ __forceinline__ void close_rows(const float* top, const float* total, float* inverse, const float* sink,
-                                           bool use_sink, float* lse, bool write, int rows) {
+__device__ __forceinline__ void close_rows(const float* top, const float* total, float* inverses, const float* sink,
+                                           bool use_sink, float* lse, int rows) {
+  float inverse[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = quad_row() + half * 8;
-    const float sum = total[half];
+    const float sum = quad_sum(total[half]);
     inverse[half] = sum;
     if (row < rows) {
       if (use_sink) inverse[half] += power<kNatural>(kNatural ? sink[row] - top[half] : sink[row] * kLog2e - top[half]);
-      if (write && threadIdx.x % 4 == 0)
+      if (threadIdx.x % 4 == 0)
         lse[row] = sum == 0.0f ? __int_as_float(0x7f800000)
                                : (kNatural ? top[half] * kLog2e + log2f(sum) : top[half] + log2f(sum)) / kLog2e;
     }
     inverse[half] = sum == 0.0f ? 0.0f : 1.0f / inverse[half];
   }
+  put_rows(inverses, inverse);
 }
 
+// empty_rows writes the results of a query without keys.
 template <int kColumns>
-__device__ __forceinline__ void finish_rows(float* tile, const float* inverse, void* bf16, int rows, int stride) {
+__device__ __forceinline__ void empty_rows(void* bf16, float* lse, int rows) {
+  const int thread = threadIdx.x % 128;
+  for (int i = thread; i < rows * (kColumns / 8); i += 128) static_cast<uint4*>(bf16)[i] = make_uint4(0, 0, 0, 0);
+  if (thread < rows) lse[thread] = __int_as_float(0x7f800000);
+}
+
+// rescale multiplies an accumulator's rows, where any of the warp needs it.
+__device__ __forceinline__ void rescale(float* acc, const float* factors) {
+  float factor[2];
+  get_rows(factors, factor);
+  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; i++) tile[i] *= inverse[i / 2 % 2];
-  store_rows<kColumns>(tile, bf16, rows, stride);
+    for (int i = 0; i < 128; i++) acc[i] *= factor[i / 2 % 2];
+  }
+}
+
+// multiply_block adds P V, of 64 keys and 256 columns, to an accumulator.
+__device__ __forceinline__ void multiply_block(float* acc, const void* p, const void* v, bool fresh) {
+  constexpr auto k16 = tl::DataType::kBFloat16;
+  const tl::GmmaDescriptor a = descriptor<1>(p), b = descriptor<512>(v);
+  tl::warpgroup_fence_operand(acc, 128);
+  tl::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      tl::wgmma_ss<k16, k16, tl::DataType::kFloat32, 64, 128, 16, false, true, 1, 1>(
+          uint64_t(a + k * 2), uint64_t(b + k * 128 + i * 1024), reinterpret_cast<uint32_t*>(acc + i * 64),
+          k > 0 || !fresh);
+  tl::warpgroup_commit_batch();
+  tl::warpgroup_fence_operand(acc, 128);
+}
+
+__device__ __forceinline__ void finish_rows(float* acc, const float* inverse, void* bf16, int rows, int stride) {
+#pragma unroll
+  for (int i = 0; i < 128; i++) acc[i] *= inverse[i / 2 % 2];
+  store_rows<256>(acc, bf16, rows, stride);
 }
 }  // namespace slattn
 """
+
+
+def call(name: str, *arguments: Any, dtype: str = "handle") -> Any:
+    """A call of one of these helpers."""
+    return T.call_extern(dtype, f"slattn::{name}", *arguments)
+
+
+def describe(table: Any, index: Any, *what: Any) -> Any:
+    """Write an entry of four numbers."""
+    return call("describe", T.access_ptr(table[index, 0], "w", 4), *what)
+
+
+def field(table: Any, index: Any, item: int) -> Any:
+    """One of them."""
+    return call("field", T.access_ptr(table[index, 0], "r", 4), item, dtype=INT32)
+
+
+def at_head(mode: str, tensor: Any, t: Any, h0: Any, *column: int) -> Any:
+    """Where a token's heads from h0 on begin in a tensor, from a column on if it has columns."""
+    place = (t, h0, *column)
+    return T.access_ptr(tensor[place], mode)
+
+
+def at_key(kv: Any, index: Any) -> Any:
+    """Where a number of kv stands, counted in 64 bits."""
+    return call("at", T.access_ptr(kv, "r"), index)
+
+
+def at_sink(sink: Any, use_sink: Any, h0: Any) -> Any:
+    """Where the sinks of the heads from h0 on begin; without sinks, something that is there."""
+    return T.access_ptr(sink[T.if_then_else(use_sink != 0, h0, 0)], "r")
+
+
+@T.macro
+def release(barriers: Any, index: Any):
+    """Arrive once for the whole warp, after all that its lanes did."""
+    T.call_extern("handle", "__syncwarp")
+    if T.get_thread_binding() % 32 == 0:
+        T.barrier_arrive(barriers[index])

@@ -1,19 +1,20 @@
 """The forward device program for Hopper (SM90): warp-specialised, persistent, one block of threads an SM.
 
-All that an SM computes is one stream of blocks of 64 keys, query after query. Three warpgroups walk along it:
+All that an SM computes is one stream of blocks of 64 keys, query after query. Four warpgroups walk along it:
 
-- the gatherer finds the slots of a row that count, 256 at a time, and copies the keys they name into two buffers in
-  turn, a block for each scorer, running ahead into the next query's;
-- two scorers share the output's columns, half each. Each scores every other block and makes its P, multiplies it from
-  registers with its half of the columns, and the other's P, from shared memory, with its half of the other's buffer.
-  The other's P comes between the halves of the score: by then it is there, and half a buffer of keys is free early.
+- the gatherer finds the slots of a row that count, 128 at a time, and copies the keys they name into buffers in turn,
+  left and right half of the columns apart, running ahead into the next query's. Q comes the same way, before its keys;
+- the scorer holds 384 columns of Q in registers, the rest in shared memory, and makes P of one block after the other;
+- two multipliers hold half of the output's columns each, the left or the right, and multiply P with them.
 
-    scorer 0  | S 0, left | P-1 V-1 | S 0, right | softmax 0 | P0 V0 | S 2, left | P1 V1 | S 2, right | softmax 2 ...
-    scorer 1              | S 1, left |                      | P0 V0 | S 1, right | softmax 1 | P1 V1 | S 3, left ...
+    gatherer    |   K 3    |     K 4      |   K 5    |     K 6      | ...
+    scorer      |   S 1    |  softmax 1   |   S 2    |  softmax 2   | S 3 ...
+    multipliers | O *= f 0 | O += P 0 V 0 | O *= f 1 | O += P 1 V 1 | O *= f 2 ...
 
-Blocks take turns over the whole stream, not within a query, so that an odd number of them costs nothing. Both halves
-of the output meet the blocks in their order and the sums of even and odd blocks are added once, so that the bits do not
-depend on which scorer has which block.
+Within a query P V waits until the next scores are made: these, for which the next P waits, have the tensor cores to
+themselves, and products run beside exponentials. What a block adds to the rows' maxima asks for a factor on the output;
+that takes its time beside the scores. One group does each thing, in the stream's order, so that a row's bits depend on
+nothing around it.
 """
 
 from types import SimpleNamespace
@@ -24,32 +25,60 @@ import tilelang.language as T
 from slattn.kernels.config import HopperForwardConfig
 from slattn.kernels.device import BF16, FP32, INT32, LOG2E
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
-from slattn.kernels.hopper_device import FORWARD_PRELUDE
+from slattn.kernels.hopper_device import FORWARD_PRELUDE, at_head, at_key, at_sink, call, describe, field, release
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
-STRETCH, RING = 256, 512  # slots looked at in one go, and how many that count can wait
-FRESH, LAST, LEAVING = 1, 2, 4  # flags of a block: its query's first, its last, the last its scorer has of the query
+STRETCH, RING = 128, 256  # slots looked at in one go, and how many that count can wait
+END, QUERY = 0, -1  # what stands in a buffer in place of a number of keys
+FRESH, LAST = 1, 2  # flags of a block: its query's first, its last
+# Barriers of the hardware, of each multiplier and P and of each P, where whole groups tell and hear: lanes load and
+# store by themselves, and compute-sanitizer's racecheck credits no lane for another. 1 and 2 are hopper_device's.
+P_FULL, P_FREE = 3, 7
 
 
 def hopper_forward(config: HopperForwardConfig) -> Any:
     """The program; its parameters are those of `slattn.kernels.forward.forward`, followed by sms, the number of blocks
     of threads to launch, which share the queries.
     """
-    dim, value_dim, natural = config.head_dim, config.value_dim, config.reference_rounding
-    half = value_dim // 2
-    tail = dim - value_dim  # columns that only S needs; P takes their place in shared memory afterwards
-    flag = "true" if natural else "false"
+    dim, value_dim, natural, held = config.head_dim, config.value_dim, config.reference_rounding, config.held
+    half, tail = value_dim // 2, dim - value_dim  # the tail: columns that only scores need
+    lefts, rights = config.key_buffers
+    flag, has_tail = ("true" if x else "false" for x in (natural, tail))
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
     lengths, sinks = T.dynamic("lengths, sinks")
-    pieces = (0, half), (half, dim)  # columns of a key that arrive together
+
+    def left_at(m: Any, buffer: Any) -> Any:
+        return T.access_ptr(m.left[buffer, 0], "rw", BLOCK * half)
+
+    def right_at(m: Any, buffer: Any, column: int = 0) -> Any:
+        return T.access_ptr(m.right[buffer, column * BLOCK], "rw", BLOCK * (half - column))
+
+    def tail_at(m: Any, buffer: Any) -> Any:
+        return T.access_ptr(m.tail[buffer, 0], "rw", BLOCK * tail) if tail else left_at(m, buffer)
+
+    def kept_at(m: Any, column: int) -> Any:
+        return T.access_ptr(m.kept[column * HEADS], "rw", HEADS * (dim - held - column))
+
+    def p_at(m: Any, turn: Any) -> Any:
+        return T.access_ptr(m.p[turn % 2, 0], "rw", HEADS * BLOCK)
+
+    def rows_at(table: Any, turn: Any) -> Any:
+        return T.access_ptr(table[turn % 2, 0], "rw", HEADS)
 
     @T.macro
-    def arrive(barriers: Any, index: Any):
-        """Arrive once for the whole warp, after all that its lanes did."""
-        T.call_extern("handle", "__syncwarp")
-        if T.get_thread_binding() % 32 == 0:
-            T.barrier_arrive(barriers[index])
+    def begin(at: Any, parity: int):
+        """The first place: a left buffer and its barriers' parity, a right one and its."""
+        for i, value in enumerate((0, parity, 0, parity)):
+            at[i] = value
+
+    @T.macro
+    def advance(at: Any):
+        for i, buffers in ((0, lefts), (2, rights)):
+            at[i] += 1
+            if at[i] == buffers:
+                at[i] = 0
+                at[i + 1] = at[i + 1] ^ 1
 
     @T.macro
     def look(g: Any, slot: Any, length: Any, task: Any, start: Any):
@@ -57,7 +86,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         tx = T.get_thread_binding()
         t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
         if start == 0 and t < tokens and tx * 32 < slots:
-            T.call_extern("handle", "slattn::prefetch", T.access_ptr(g.indices[t, tx * 32], "r"))
+            call("prefetch", T.access_ptr(g.indices[t, tx * 32], "r"))
         for i in T.unroll(STRETCH // 32):
             k = T.alloc_var(INT32, start + i * 32 + tx % 32)
             slot[i] = -1
@@ -67,61 +96,64 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         if t < tokens and g.use_lengths != 0:
             length[0] = g.lengths[t]
 
-    @T.macro
-    def copy_piece(g: Any, m: Any, source: Any, left: Any, buffer: Any, c: int):
-        """Start copying this thread's share of piece `c` of a block's keys; its barrier hears when they are there."""
-        tx = T.get_thread_binding()
-        for r in T.unroll(4):
-            T.call_extern(
-                "handle",
-                f"slattn::copy_row<{(pieces[c][1] - pieces[c][0]) // 64}>",
-                T.access_ptr(m.kv[buffer, 0, 0], "w", BLOCK * dim),
-                T.call_extern("handle", "slattn::at", T.access_ptr(g.kv, "r"), source[r]),
-                r * 16 + tx // 8,
-                tx % 8,
-                pieces[c][0] // 64,
-                r * 16 + tx // 8 < left,
-            )
-        T.cp_async_barrier_noinc(m.key_full[buffer * 2 + c])
+    def scan(g: Any, m: Any, slot: Any, start: Any, count: Any, filled: Any) -> Any:
+        ring = T.access_ptr(m.ring, "w")
+        return call(f"scan<{STRETCH}>", slot.data, start, count, g.keys, ring, filled, dtype=INT32)
 
     @T.macro
-    def describe(m: Any, step: Any, count: Any, flags: Any, query: Any, t: Any, h0: Any):
-        T.call_extern(
-            "handle",
-            "slattn::describe",
-            T.access_ptr(m.block[step % 4, 0], "w", 8),
-            count,
-            flags,
-            query,
-            t,
-            h0,
-        )
+    def announce(m: Any, at: Any, count: Any, flags: Any, t: Any, h0: Any):
+        """Wait for the next left buffer, and say what it will hold."""
+        T.barrier_wait(m.left_free[at[0]], at[1])
+        if T.get_thread_binding() == 0:
+            describe(m.block, at[0], count, flags, t, h0)
+            T.barrier_arrive(m.left_full[at[0]])
+
+    @T.macro
+    def copy_query(g: Any, m: Any, at: Any, t: Any, h0: Any):
+        announce(m, at, QUERY, 0, t, h0)
+        call(f"copy_query<{half // 64}, {dim}>", left_at(m, at[0]), at_head("r", g.q, t, h0, 0), heads - h0)
+        if tail:
+            call(f"copy_query<{tail // 64}, {dim}>", tail_at(m, at[0]), at_head("r", g.q, t, h0, value_dim), heads - h0)
+        T.cp_async_barrier_noinc(m.left_full[at[0]])
+        T.barrier_wait(m.right_free[at[2]], at[3])
+        call(f"copy_query<{half // 64}, {dim}>", right_at(m, at[2]), at_head("r", g.q, t, h0, half), heads - h0)
+        T.cp_async_barrier_noinc(m.right_full[at[2]])
+
+    @T.macro
+    def copy_keys(g: Any, source: Any, left: Any, to: Any, column: int, columns: int):
+        """Start copying this thread's share of some columns of a block's keys."""
+        tx = T.get_thread_binding()
+        for r in T.unroll(4):
+            row = r * 16 + tx // 8
+            call(f"copy_row<{columns // 64}>", to, at_key(g.kv, source[r] + column), row, tx % 8, row < left)
+
+    def empty(g: Any, t: Any, h0: Any) -> Any:
+        results = at_head("w", g.out, t, h0, 0), at_head("w", g.lse, t, h0)
+        return call(f"empty_rows<{value_dim}>", *results, T.min(heads - h0, HEADS))
 
     @T.macro
     def gather(g: Any, m: Any):
         slot = T.alloc_local((STRETCH // 32,), INT32)
         length = T.alloc_local((1,), INT32)
         source = T.alloc_local((4,), "int64")
+        at = T.alloc_local((4,), INT32)
         ahead = T.alloc_var(INT32, 0)  # the task, and the place in its row, of what `slot` holds
         start = T.alloc_var(INT32, 0)
-        filled = T.alloc_var(INT32, 0)  # of the ring, over all rows: what a slower warp still reads is not overwritten
+        filled = T.alloc_var(INT32, 0)  # of the ring, over all rows
         used = T.alloc_var(INT32, 0)
-        step = T.alloc_var(INT32, 0)
-        turn = T.alloc_var(INT32, 0)
         tx = T.get_thread_binding()
+        begin(at, 1)  # buffers are free at first
         look(g, slot, length, 0, 0)
         for task in T.serial(g.tasks):
             t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
             h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
             first = T.alloc_var(INT32, t // g.queries * g.keys)
-            begin = T.alloc_var(INT32, used)
+            begun = T.alloc_var(INT32, used)
             left = T.alloc_var(INT32, 1)
             while left > 0:
                 while ahead == task and filled - used <= 2 * BLOCK:
                     count = T.alloc_var(INT32, T.min(length[0], slots))
-                    filled += T.call_extern(
-                        INT32, "slattn::scan", slot.data, start, count, g.keys, T.access_ptr(m.ring, "w"), filled
-                    )
+                    filled += scan(g, m, slot, start, count, filled)
                     start += STRETCH
                     if start >= count:
                         ahead += 1
@@ -129,205 +161,175 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                     look(g, slot, length, ahead, start)
                 left = filled - used
                 if left > 0:
-                    own = T.alloc_var(INT32, step % 2)
-                    parity = T.alloc_var(INT32, step // 2 % 2 ^ 1)
+                    if used == begun:
+                        copy_query(g, m, at, t, h0)
+                        advance(at)
+                        n = T.alloc_var(INT32, (g.bx + (task + 1) * g.sms) // g.groups)
+                        n0 = T.alloc_var(INT32, (g.bx + (task + 1) * g.sms) % g.groups * HEADS)
+                        if n < tokens and tx == 0:
+                            call("prefetch_query", at_head("r", g.q, n, n0, 0), T.min(heads - n0, HEADS) * (2 * dim))
                     for r in T.unroll(4):
                         source[r] = 0
                         if r * 16 + tx // 8 < left:
                             source[r] = T.cast(first + m.ring[(used + r * 16 + tx // 8) & (RING - 1)], "int64") * dim
                         source[r] += tx % 8 * 8
-                    T.barrier_wait(m.key_free[own * 2], parity)
-                    if tx == 0:
-                        flags = T.if_then_else(used == begin, FRESH, 0) + T.if_then_else(left <= BLOCK, LAST, 0)
-                        leaving = T.if_then_else(left <= 2 * BLOCK, LEAVING, 0)
-                        describe(m, step, T.min(left, BLOCK), flags + leaving, turn, t, h0)
-                        T.barrier_arrive(m.key_full[own * 2])
-                    copy_piece(g, m, source, left, own, 0)
-                    if used == begin:
-                        T.barrier_wait(m.query_free[0], turn % 2 ^ 1)
-                        T.tma_copy(g.q[t, h0 : h0 + HEADS, 0:dim], m.q, barrier=m.query_full[0])
-                        arrive(m.query_full, 0)
-                    T.barrier_wait(m.key_free[own * 2 + 1], parity)
-                    copy_piece(g, m, source, left, own, 1)
-                    step += 1
+                    flags = T.if_then_else(used == begun, FRESH, 0) + T.if_then_else(left <= BLOCK, LAST, 0)
+                    announce(m, at, T.min(left, BLOCK), flags, t, h0)
+                    copy_keys(g, source, left, left_at(m, at[0]), 0, half)
+                    if tail:
+                        copy_keys(g, source, left, tail_at(m, at[0]), value_dim, tail)
+                    T.cp_async_barrier_noinc(m.left_full[at[0]])
+                    T.barrier_wait(m.right_free[at[2]], at[3])
+                    copy_keys(g, source, left, right_at(m, at[2]), half, half)
+                    T.cp_async_barrier_noinc(m.right_full[at[2]])
+                    advance(at)
                     used += T.min(left, BLOCK)
                     left -= BLOCK
-            if filled != begin:
-                turn += 1
-            else:
-                T.call_extern(
-                    "handle",
-                    f"slattn::empty_rows<{value_dim}>",
-                    T.access_ptr(g.out[t, h0, 0], "w"),
-                    T.access_ptr(g.lse[t, h0], "w"),
-                    T.min(heads - h0, HEADS),
-                )
-        for _ in T.serial(2):  # each scorer ends with a block without keys, beside which it adds the other's last
-            for c in (0, 1):  # P of its last block is no longer read
-                T.barrier_wait(m.key_free[step % 2 * 2 + c], step // 2 % 2 ^ 1)
-            if tx == 0:
-                describe(m, step, 0, FRESH, turn - 1, 0, 0)
-                T.barrier_arrive(m.key_full[step % 2 * 2])
-            for c in (0, 1):
-                T.cp_async_barrier_noinc(m.key_full[step % 2 * 2 + c])
-            step += 1
-
-    def field(m: Any, step: Any, index: int) -> Any:
-        return T.call_extern(INT32, "slattn::field", T.access_ptr(m.block[step % 4, 0], "r", 8), index)
-
-    def p_tile(m: Any, group: int) -> Any:
-        return m.kv[group, :, value_dim:dim] if tail else m.p[group, :, :]
-
-    def p_start(m: Any, group: int) -> Any:
-        return m.kv[group, 0, value_dim] if tail else m.p[group, 0, 0]
+            if filled == begun:
+                empty(g, t, h0)
+        announce(m, at, END, 0, 0, 0)
+        T.barrier_arrive(m.left_full[at[0]])
 
     @T.macro
-    def close(g: Any, group: int, top: Any, total: Any, inverse: Any, t: Any, h0: Any):
-        T.call_extern(
-            "handle",
-            f"slattn::close_rows<{flag}>",
-            top.data,
-            total.data,
-            inverse.data,
-            T.access_ptr(g.sink[T.if_then_else(g.use_sink != 0, h0, 0)], "r"),
-            g.use_sink != 0,
-            T.access_ptr(g.lse[t, h0], "w"),
-            group == 0,
-            heads - h0,
-        )
+    def take_query(m: Any, q: Any, at: Any):
+        """Q from its buffers into registers and to where it stays."""
+        T.barrier_wait(m.right_full[at[2]], at[3])
+        call(f"hold_query<{half}>", q.data, left_at(m, at[0]))
+        call(f"hold_query<{held - half}>", T.access_ptr(q[half // 4], "w"), right_at(m, at[2]))
+        call(f"keep_query<{(value_dim - held) // 64}>", kept_at(m, 0), right_at(m, at[2], held - half))
+        if tail:
+            call(f"keep_query<{tail // 64}>", kept_at(m, value_dim - held), tail_at(m, at[0]))
+        release(m.left_free, at[0])
+        release(m.right_free, at[2])
+
+    def score_keys(m: Any, s: Any, q: Any, at: Any, sides: str) -> Any:
+        tiles = kept_at(m, 0), left_at(m, at[0]), tail_at(m, at[0]), right_at(m, at[2])
+        return call(f"score_keys<{sides}, {has_tail}>", s.data, q.data, *tiles)
+
+    def softmax(g: Any, m: Any, s: Any, top: Any, total: Any, count: Any, flags: Any, turn: Any) -> Any:
+        state = s.data, top.data, total.data, g.weight, count, flags % 2 != 0
+        return call(f"softmax_block<{flag}>", *state, p_at(m, turn), rows_at(m.factor, turn))
+
+    def close(g: Any, m: Any, top: Any, total: Any, query: Any, t: Any, h0: Any) -> Any:
+        state = top.data, total.data, rows_at(m.inverse, query), at_sink(g.sink, g.use_sink, h0), g.use_sink != 0
+        return call(f"close_rows<{flag}>", *state, at_head("w", g.lse, t, h0), heads - h0)
 
     @T.macro
-    def finish(g: Any, group: int, acc: Any, inverse: Any, t: Any, h0: Any):
-        T.call_extern(
-            "handle",
-            f"slattn::finish_rows<{half}>",
-            acc.data,
-            inverse.data,
-            T.access_ptr(g.out[t, h0, group * half], "w"),
-            heads - h0,
-            value_dim,
-        )
+    def hear_p_is_free(turn: Any):
+        if turn > 1:
+            call("hear", P_FREE + turn % 2, 3 * GROUP)
 
     @T.macro
-    def score_piece(m: Any, group: int, s: Any, c: int):
-        """Add a piece's part to the scores. The keys came by the generic proxy, the tensor core reads by the other."""
-        T.fence_proxy_async()
-        T.wgmma_gemm(
-            m.q[:, pieces[c][0] : pieces[c][1]],
-            m.kv[group, :, pieces[c][0] : pieces[c][1]],
-            s,
-            transpose_B=True,
-            clear_accum=c == 0,
-        )
+    def tell_p_is_there(turn: Any):
+        for group in (0, 1):
+            call("tell", P_FULL + group * 2 + turn % 2, 2 * GROUP)
 
     @T.macro
-    def score(g: Any, m: Any, group: int):
-        s = T.alloc_fragment((HEADS, BLOCK), FP32)
-        p = T.alloc_fragment((HEADS, BLOCK), BF16)
-        acc = T.alloc_fragment((HEADS, half), FP32)
+    def score(g: Any, m: Any):
+        q = T.alloc_local((held // 4,), "uint32")
+        s = T.alloc_local((BLOCK // 2,), FP32)
         top = T.alloc_local((2,), FP32)
         total = T.alloc_local((2,), FP32)
-        rest = T.alloc_local((2,), FP32)
-        factor = T.alloc_local((2,), FP32)
-        inverse = T.alloc_local((2,), FP32)
+        at = T.alloc_local((4,), INT32)
         turn = T.alloc_var(INT32, 0)
-        seen = T.alloc_var(INT32, 0)
-        count = T.alloc_var(INT32, 1)
-        theirs = T.alloc_var(INT32, 0)
-        t = T.alloc_var(INT32, 0)
-        h0 = T.alloc_var(INT32, 0)
+        query = T.alloc_var(INT32, 0)
+        count = T.alloc_var(INT32, 0)
+        flags = T.alloc_var(INT32, 0)
         for i in T.unroll(2):
             top[i] = 0
             total[i] = 0
-            rest[i] = 0
-        while count > 0:
-            T.barrier_wait(m.key_full[group * 2], turn % 2)
-            count = field(m, 2 * turn + group, 0)
-            mine = T.alloc_var(INT32, field(m, 2 * turn + group, 1))
-            query = T.alloc_var(INT32, field(m, 2 * turn + group, 2))
-            while seen < query:  # queries of which this group scores nothing
-                T.barrier_wait(m.query_full[0], seen % 2)
-                arrive(m.query_free, 0)
-                seen += 1
-            T.barrier_wait(m.query_full[0], query & 1)
-            score_piece(m, group, s, 0)
-            T.wait_wgmma(0)
+        begin(at, 0)
+        release(m.scored, 0)  # nothing is multiplied before the first block
+        T.barrier_wait(m.left_full[0], 0)
+        count = field(m.block, 0, 0)
+        while count != END:
+            t = T.alloc_var(INT32, field(m.block, at[0], 2))
+            h0 = T.alloc_var(INT32, field(m.block, at[0], 3))
+            take_query(m, q, at)
+            advance(at)
+            T.barrier_wait(m.left_full[at[0]], at[1])
+            count = field(m.block, at[0], 0)
+            while count > 0:
+                flags = field(m.block, at[0], 1)
+                if lefts == rights:
+                    T.barrier_wait(m.right_full[at[2]], at[3])
+                    score_keys(m, s, q, at, "true, true")
+                else:  # the right half comes later
+                    score_keys(m, s, q, at, "true, false")
+                    T.barrier_wait(m.right_full[at[2]], at[3])
+                    score_keys(m, s, q, at, "false, true")
+                hear_p_is_free(turn)
+                if T.get_thread_binding() == GROUP:
+                    describe(m.made, turn % 2, at[0] + 8 * at[2], flags, t, h0)
+                call("wait_scores", s.data)
+                if flags % 2 == 0:
+                    release(m.scored, turn % 2)
+                if flags >= LAST:
+                    release(m.scored, (turn + 1) % 2)  # of the next query, nothing to wait for
+                softmax(g, m, s, top, total, count, flags, turn)
+                T.fence_proxy_async()
+                tell_p_is_there(turn)
+                if flags >= LAST:
+                    close(g, m, top, total, query, t, h0)
+                    T.call_extern("handle", "__syncwarp")
+                    T.barrier_arrive(m.closed[query % 2])
+                    query += 1
+                turn += 1
+                advance(at)
+                T.barrier_wait(m.left_full[at[0]], at[1])
+                count = field(m.block, at[0], 0)
+        hear_p_is_free(turn)
+        if T.get_thread_binding() == GROUP:
+            describe(m.made, turn % 2, -1, 0, 0, 0)
+        tell_p_is_there(turn)
+        if turn > 0:
+            call("hear", P_FREE + (turn + 1) % 2, 3 * GROUP)  # no barrier is left half full
 
-            theirs = FRESH
-            if 2 * turn + group > 0:
-                T.barrier_wait(m.p_full[1 - group], (turn + group + 1) % 2)
-                theirs = field(m, 2 * turn + group + 3, 1)
-            T.call_extern(
-                "handle",
-                f"slattn::adopt_block<{half}, {flag}>",
-                acc.data,
-                top.data,
-                total.data,
-                rest.data,
-                T.access_ptr(m.rows[1 - group, 0], "r", 5 * HEADS),
-                theirs % 2 != 0,
-                theirs // LAST % 2 != 0,
-            )
-            if theirs // LAST % 2 != 0:
-                t = field(m, 2 * turn + group + 3, 3)
-                h0 = field(m, 2 * turn + group + 3, 4)
-                close(g, group, top, rest, inverse, t, h0)
-            T.wgmma_gemm(
-                p_tile(m, 1 - group),
-                m.kv[1 - group, :, group * half : (group + 1) * half],
-                acc,
-                clear_accum=theirs % 2 != 0,
-            )
-            T.barrier_wait(m.key_full[group * 2 + 1], turn % 2)
-            score_piece(m, group, s, 1)
-            T.wait_wgmma(1)
-            if 2 * turn + group > 0:
-                arrive(m.key_free, (1 - group) * 2 + group)
-            T.wait_wgmma(0)
-            if mine >= LEAVING:
-                arrive(m.query_free, 0)
-                seen += 1
+    def values_at(m: Any, group: int, buffers: Any) -> Any:
+        return right_at(m, buffers // 8) if group else left_at(m, buffers % 8)
 
-            if tail:
-                T.sync_threads(2 + group, GROUP)  # the whole group is done with the columns that P overwrites
-            T.call_extern(
-                "handle",
-                f"slattn::softmax_block<{flag}>",
-                s.data,
-                p.data,
-                top.data,
-                total.data,
-                rest.data,
-                factor.data,
-                g.weight,
-                count,
-                mine % 2 != 0,
-                T.access_ptr(p_start(m, group), "w", HEADS * BLOCK),
-                T.access_ptr(m.rows[group, 0], "w", 5 * HEADS),
-            )
-            T.fence_proxy_async()
-            T.barrier_arrive(m.p_full[group])  # every thread for itself: maxima and sums pass by ordinary stores
-            if theirs // LAST % 2 != 0:
-                finish(g, group, acc, inverse, t, h0)
-
-            T.call_extern("handle", f"slattn::rescale_rows<{half}>", acc.data, factor.data)
-            if mine // LAST % 2 != 0:
-                t = field(m, 2 * turn + group, 3)
-                h0 = field(m, 2 * turn + group, 4)
-                for i in T.unroll(2):
-                    rest[i] = T.call_extern(FP32, "slattn::quad_sum", total[i]) + rest[i]
-                close(g, group, top, rest, inverse, t, h0)
-            T.wgmma_gemm(
-                p,
-                m.kv[group, :, group * half : (group + 1) * half],
-                acc,
-                clear_accum=mine % 2 != 0,
-            )
+    @T.macro
+    def multiply(g: Any, m: Any, group: int):
+        acc = T.alloc_local((half // 2,), FP32)
+        inverse = T.alloc_local((2,), FP32)
+        turn = T.alloc_var(INT32, 0)
+        query = T.alloc_var(INT32, 0)
+        buffers = T.alloc_var(INT32, 0)
+        flags = T.alloc_var(INT32, 0)
+        t = T.alloc_var(INT32, 0)
+        h0 = T.alloc_var(INT32, 0)
+        call("hear", P_FULL + group * 2, 2 * GROUP)
+        buffers = field(m.made, 0, 0)
+        while buffers >= 0:
+            flags = field(m.made, turn % 2, 1)
+            if flags % 2 == 0:
+                call("rescale", acc.data, rows_at(m.factor, turn))
+            T.barrier_wait(m.scored[(turn + 1) % 2], (turn + 1) // 2 % 2)
+            call("multiply_block", acc.data, p_at(m, turn), values_at(m, group, buffers), flags % 2 != 0)
             T.wait_wgmma(0)
-            arrive(m.key_free, group * 3)
-            if mine // LAST % 2 != 0:
-                finish(g, group, acc, inverse, t, h0)
+            if group:
+                release(m.right_free, buffers // 8)
+            else:
+                release(m.left_free, buffers % 8)
+            if flags >= LAST:
+                T.barrier_wait(m.closed[query % 2], query // 2 % 2)
+                call("get_rows", rows_at(m.inverse, query), inverse.data)
+                t = field(m.made, turn % 2, 2)
+                h0 = field(m.made, turn % 2, 3)
+                query += 1
+            call("tell", P_FREE + turn % 2, 3 * GROUP)
+            if flags >= LAST:
+                call(
+                    "finish_rows",
+                    acc.data,
+                    inverse.data,
+                    at_head("w", g.out, t, h0, group * half),
+                    heads - h0,
+                    value_dim,
+                )
             turn += 1
+            call("hear", P_FULL + group * 2 + turn % 2, 2 * GROUP)
+            buffers = field(m.made, turn % 2, 0)
 
     @T.prim_func
     def main(
@@ -345,48 +347,48 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         scale: T.float32,
         sms: T.int32,
     ):
-        with T.Kernel(sms, threads=3 * GROUP, prelude=HOPPER_PRELUDE + FORWARD_PRELUDE) as bx:
+        with T.Kernel(sms, threads=config.threads, prelude=HOPPER_PRELUDE + FORWARD_PRELUDE) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
+            tensors = SimpleNamespace(q=Q, kv=KV, indices=Indices, lengths=Lengths, sink=Sink, out=Out, lse=Lse)
+            sizes = SimpleNamespace(queries=queries, keys=keys, groups=groups, sms=sms, bx=bx)
             g = SimpleNamespace(
-                q=Q,
-                kv=KV,
-                indices=Indices,
-                lengths=Lengths,
-                sink=Sink,
-                out=Out,
-                lse=Lse,
-                queries=queries,
-                keys=keys,
+                **vars(tensors),
+                **vars(sizes),
                 use_lengths=use_lengths,
                 use_sink=use_sink,
                 weight=scale * (1.0 if natural else LOG2E),
-                sms=sms,
-                bx=bx,
-                groups=groups,
                 tasks=T.ceildiv(tokens * groups - bx, sms),
             )
             m = SimpleNamespace(
-                q=T.alloc_shared((HEADS, dim), BF16),
-                kv=T.alloc_shared((2, BLOCK, dim), BF16),
-                p=None if tail else T.alloc_shared((2, HEADS, BLOCK), BF16),
-                rows=T.alloc_shared((2, 5 * HEADS), FP32),
+                left=T.alloc_shared((lefts, BLOCK * half), BF16),
+                right=T.alloc_shared((rights, BLOCK * half), BF16),
+                tail=T.alloc_shared((lefts, BLOCK * tail), BF16) if tail else None,
+                p=T.alloc_shared((2, HEADS * BLOCK), BF16),
+                kept=T.alloc_shared((HEADS * (dim - held),), BF16),
+                factor=T.alloc_shared((2, HEADS), FP32, scope="shared"),
+                inverse=T.alloc_shared((2, HEADS), FP32),
                 ring=T.alloc_shared((RING,), INT32),
-                block=T.alloc_shared((4, 8), INT32),
-                query_full=T.alloc_barrier([WARPS]),
-                query_free=T.alloc_barrier([2 * WARPS]),
-                key_full=T.alloc_barrier([GROUP + 1, GROUP] * 2),
-                key_free=T.alloc_barrier([WARPS] * 4),
-                p_full=T.alloc_barrier([GROUP] * 2),
+                block=T.alloc_shared((lefts, 4), INT32, scope="shared"),  # what buffers hold
+                made=T.alloc_shared((2, 4), INT32, scope="shared"),  # of which block P is
+                left_full=T.alloc_barrier([GROUP + 1] * lefts),  # each thread's copies, and what is said of them
+                right_full=T.alloc_barrier([GROUP] * rights),
+                left_free=T.alloc_barrier([WARPS] * lefts),  # by the left multiplier; Q's, by the scorer
+                right_free=T.alloc_barrier([WARPS] * rights),
+                scored=T.alloc_barrier([WARPS] * 2),  # a block of the turn, or nothing that its products could disturb
+                closed=T.alloc_barrier([GROUP] * 2),  # a query: its inverse sums are there
             )
             tx = T.get_thread_binding()
             if tx < GROUP:
-                T.set_max_nreg(config.gather_registers, 0)
+                T.set_max_nreg(config.registers[0], 0)
                 gather(g, m)
             elif tx < 2 * GROUP:
-                T.set_max_nreg(config.score_registers, 1)
-                score(g, m, 0)
+                T.set_max_nreg(config.registers[1], 1)
+                score(g, m)
+            elif tx < 3 * GROUP:
+                T.set_max_nreg(config.registers[2], 1)
+                multiply(g, m, 0)
             else:
-                T.set_max_nreg(config.score_registers, 1)
-                score(g, m, 1)
+                T.set_max_nreg(config.registers[2], 1)
+                multiply(g, m, 1)
 
     return main
