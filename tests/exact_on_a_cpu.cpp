@@ -31,11 +31,11 @@ float __uint_as_float(unsigned x) { return bits<float>(x); }
 unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
 float rsqrtf(float x) { return 1 / std::sqrt(x); }
 int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+int __clzll(int64_t x) { return x ? __builtin_clzll(x) : 64; }
 float __ldg(const float* p) { return *p; }
 float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 float __fdiv_rn(float a, float b) { return a / b; }
 long long __float2ll_rn(float x) { return fabsf(x) < 0x1p63f ? llrintf(x) : INT64_MAX; }
-float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 template <class T, class U> void atomicAdd(T* p, U x) { *p += x; }
 void atomicMax(int* p, int x) { *p = max(*p, x); }
 
@@ -89,19 +89,28 @@ std::mt19937 random_bits(1);
 int draw(int from, int to) { return from + static_cast<int>(random_bits() % unsigned(to - from + 1)); }
 #define CHECK(condition, ...) ((condition) ? 0 : (printf("%s: ", #condition), printf(__VA_ARGS__), puts("")))
 
-// As many parts as a row can have, each of the most units, fit in 32 bits; the limit is a power of two.
+// The numbers of units that a row's queries may add at most sum up to less than 2^31, whatever they expect.
 void check_units() {
-  for (int shift = 0; shift < 31; shift++)
-    for (int around = -40000; around < 40000; around += abs(around) < 500 ? 1 : 97)
-      for (int size : {0, 1, 0x16800000, 0x3f800000, 0x3fffffff, 0x7f7fffff, 0x7f800000, 0x7fffffff}) {
-        const int64_t parts = (int64_t(1) << shift) + around;
-        if (parts < 0 || parts >= 2147450880) continue;
-        const float scale = unit_of(size, int(parts)), limit = limit_of(scale);
-        int exponent;
-        CHECK(frexpf(limit, &exponent) == 0.5f && exponent >= -79 && exponent <= 91, "size %x limit %g", size, limit);
-        const int64_t most = int(__float_as_uint(fmaf(limit, scale, 12582912.f)) - 0x4b400000u);
-        CHECK(most * parts < 1ll << 31 && most < 1 << 22, "%lld parts of %lld", (long long)parts, (long long)most);
-      }
+  for (int trial = 0; trial < 200000; trial++) {
+    const int kinds = draw(1, 4), shift = draw(-60, 90);
+    std::vector<std::pair<int64_t, float>> queries;  // how many, and what each expects
+    for (int i = 0; i < kinds; i++)
+      queries.push_back({draw(1, 1 << draw(0, 24)), fminf(exp2f(max(shift - draw(0, 20), -60)) * draw(1 << 20, (1 << 21) - 1) * 0x1p-20f, 0x1p90f)});
+    int64_t parts = 0, weight = 0;
+    float largest = 0;
+    for (auto [n, expected] : queries) parts += n, largest = max(largest, expected);
+    for (auto [n, expected] : queries) weight += n * int64_t(ceilf(fminf(expected / largest, 1.f) * 128.f));
+    const float scale = unit_of(__float_as_int(largest), weight, int(parts));
+    int64_t units = 0;
+    for (auto [n, expected] : queries) {
+      const float limit = limit_of(expected, scale);
+      CHECK(limit > 0 && limit <= expected && std::isnormal(scale) && std::isnormal(1 / scale), "limit %g", limit);
+      const int64_t most = int(__float_as_uint(fmaf(limit, scale, 12582912.f)) - 0x4b400000u);
+      CHECK(most < 1 << 22, "%lld units", (long long)most);
+      units += n * most;
+    }
+    CHECK(units < 1ll << 31, "%lld units of %lld parts", (long long)units, (long long)parts);
+  }
 }
 
 float part_of(int kind, float limit) {
@@ -110,10 +119,10 @@ float part_of(int kind, float limit) {
   if (kind == 1) return limit;
   if (kind == 2) return -limit;
   if (kind == 3) return nextafterf(sign * draw(0, 9) * limit, draw(0, 1) ? INFINITY : -INFINITY);
-  return sign * draw(1 << 20, 1 << 21) * limit * exp2f(draw(-42, 16));
+  return sign * draw(1 << 20, 1 << 21) * limit * exp2f(draw(-42, -2));
 }
 
-// A row's sum is that of its parts' whole units and multiples of two limits, whatever the parts are.
+// A row's sum is that of its parts' whole units, whatever the parts are.
 template <int kColumns, int kFirst> void check_sums(int kind, int dim, int column, int blocks, int size) {
   const int first = 3, keys = 7, all = first + keys;
   std::vector<unsigned long long> table(all * dim / 2), whole(all * dim);
@@ -125,26 +134,28 @@ template <int kColumns, int kFirst> void check_sums(int kind, int dim, int colum
     row[i] = draw(-1, keys - 1);
     if (row[i] >= 0) parts[first + row[i]]++;
   }
-  for (int n = 0; n < all; n++) scales[n] = unit_of(size, parts[n]);
+  const float largest = fminf(fmaxf(__int_as_float(size), 0x1p-60f), 0x1p90f);
+  for (int n = 0; n < all; n++) scales[n] = unit_of(__float_as_int(largest), parts[n] * 128ll, parts[n]);
   const auto before = scales;
-  std::map<int, int64_t> units, multiples;
+  std::map<int, int64_t> units;
   for (int b = 0; b < blocks; b++, row += 64) {
     std::vector<float> tile(128 * 32);
+    const float expected = fmaxf(largest * exp2f(-draw(0, 9)), 0x1p-60f);
     for (int t = 0; t < 128; t++)
       for (int i = 0; i < 32; i++) {
         const int r = row[t / 32 * 16 + i / 2 % 2 * 8 + t % 32 / 4], c = i / 4 * 8 + t % 4 * 2 + i % 2;
         if (r < 0) continue;
-        const double scale = scales[first + r], limit = limit_of(scale);
-        const double x = tile[t * 32 + i] = part_of(kind, limit);
+        const float scale = scales[first + r], limit = limit_of(expected, scale);
+        const float x = tile[t * 32 + i] = part_of(kind, limit);
         if (c < kFirst || c >= kFirst + kColumns) continue;
-        const double many = fabs(x) >= limit ? nearbyint(x / (2 * limit)) : 0;
-        multiples[(first + r) * dim + column + c] += int64_t(many);
-        units[(first + r) * dim + column + c] += int64_t(nearbyint((x - 2 * limit * many) * scale));
+        // beyond the limit the product is rounded to fp32 first; below it the sum with 1.5 * 2^23 is exact before
+        const double many = fabsf(x) >= limit ? double(x * scale) : double(x) * scale;
+        units[(first + r) * dim + column + c] += int64_t(nearbyint(many));
       }
     launch(128, [&] {
       float scale[2], *own = &tile[threadIdx.x * 32];
       scales_of(scale, scales.data(), row, first);
-      peel_rows<kColumns, kFirst>(own, scale, scales.data(), whole.data(), row, first, dim, column);
+      peel_rows<kColumns, kFirst>(own, scale, expected, scales.data(), whole.data(), row, first, dim, column);
       add_units<kColumns, kFirst>(own, scale, table.data(), row, first, dim, column);
     });
   }
@@ -153,7 +164,7 @@ template <int kColumns, int kFirst> void check_sums(int kind, int dim, int colum
     for (int c = column + kFirst; c < column + kFirst + kColumns; c++) {
       const int at = n * dim + c, word = c % 32 / 8 % 2 * 8 + c % 32 / 16 * 4 + c % 8 / 2;  // word_of in collect.py
       const float got = sum_of(table[n * dim / 2 + c / 32 * 16 + word], parts[n], c % 2, scales[n], whole[at]);
-      const float want = fmaf(float(multiples[at]), 2 * limit_of(scales[n]), float(units[at]) / scales[n]);
+      const float want = float(units[at]) / scales[n];
       CHECK(got == want, "kind %d row %d column %d: %g, not %g", kind, n, c, got, want);
     }
 }
@@ -171,7 +182,8 @@ void check_tally() {
   const int heads = draw(1, 100), groups = draw(1, 4), shares = draw(1, 9), tokens = batch * queries;
   const bool use_lengths = draw(0, 1), use_dlse = draw(0, 1);
   std::vector<int> index(tokens * slots), length(tokens), size(batch * keys), parts(size), shared(2 * window);
-  std::vector<float> norm(tokens * heads), lse(norm), lse2(norm), dlse(norm);
+  std::vector<float> norm(tokens * heads), lse(norm), lse2(norm), dlse(norm), expect(tokens);
+  std::vector<int64_t> weight(batch * keys);
   for (int& i : index) i = draw(0, 9) ? draw(-9, keys + 9) : draw(0, 1) ? INT32_MAX : INT32_MIN;
   for (int& n : length) n = draw(0, 9) ? draw(-2, slots + 2) : draw(0, 1) ? INT32_MAX : INT32_MIN;
   for (int i = 0; i < tokens * heads; i++) {
@@ -182,11 +194,19 @@ void check_tally() {
   for (int64_t low = 0; low < batch * keys; low += window)
     for (int i = 0; i < shares; i++)
       launch(64, [&] {
-        tally(index.data(), length.data(), norm.data(), lse.data(), lse2.data(), dlse.data(), size.data(),
-              parts.data(), shared.data(), i * share, min(i * share + share, tokens), low, window, batch * keys, slots,
+        tally(index.data(), length.data(), norm.data(), lse.data(), lse2.data(), dlse.data(), expect.data(),
+              size.data(), parts.data(), shared.data(), i * share, min(i * share + share, tokens), low, window, batch * keys, slots,
               heads, queries, keys, use_lengths, use_dlse, 64, groups);
       });
+  for (int64_t low = 0; low < batch * keys; low += window)
+    for (int i = 0; i < shares; i++)
+      launch(64, [&] {
+        weigh(index.data(), length.data(), expect.data(), size.data(), weight.data(), shared.data(), i * share,
+              min(i * share + share, tokens), low, window, batch * keys, slots, queries, keys, use_lengths, groups);
+      });
   std::vector<int> want_parts(batch * keys), want_size(batch * keys);
+  std::vector<int64_t> want_weight(batch * keys);
+  std::vector<std::pair<int, float>> parts_of;  // row, expected
   for (int t = 0; t < tokens; t++) {
     std::vector<int> named;
     for (int k = 0; k < (use_lengths ? min(length[t], slots) : slots); k++)
@@ -196,9 +216,11 @@ void check_tally() {
     for (int n : named) {
       want_parts[t / queries * keys + n] += groups;
       want_size[t / queries * keys + n] = max(want_size[t / queries * keys + n], bits<int>(most));
+      parts_of.push_back({t / queries * keys + n, most});
     }
   }
-  CHECK(parts == want_parts && size == want_size, "%d keys, %d slots, window %d", keys, slots, window);
+  for (auto [n, most] : parts_of) want_weight[n] += int(ceilf(fminf(most / bits<float>(want_size[n]), 1.f) * 128.f)) * groups;
+  CHECK(parts == want_parts && size == want_size && weight == want_weight, "%d keys, %d slots, window %d", keys, slots, window);
 }
 
 // lse is over the keys alone: what its gradient adds to dkv does not get smaller with the sink's weight.

@@ -195,3 +195,19 @@ def test_a_gradient_of_lse_is_not_the_smaller_for_a_sink(heads, sink):
     )
     assert usual.any()
     assert testing.relative_error(exact, usual) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("loudness", [0, 1, 2])
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 128), (64, 512)])
+def test_rows_of_thousands_of_unequal_parts(heads, head_dim, loudness):
+    """A row's unit is of what all of its queries expect, not of what the loudest does."""
+    q, kv, indices, grad_out = drawn(heads, head_dim, queries=2048, keys=96, slots=64)
+    grad_out = (grad_out * torch.exp(loudness * torch.randn(len(q), 1, 1, device="cuda"))).bfloat16()
+    results = slattn.sparse_attention(q, kv, indices, return_lse=True, backend="tilelang")
+    want = slattn.sparse_attention_backward(
+        *(x.double() for x in (q, kv)), indices, *(x.double() for x in (*results, grad_out)), backend="reference"
+    )[1]
+    exact, usual = (gradients(q, kv, indices, grad_out, deterministic=x)[1] for x in (True, False))
+    assert testing.relative_error(exact, want) < 1.05 * testing.relative_error(usual, want)

@@ -15,7 +15,6 @@ def for_a_cpu(text):
     """The text with C++ in place of what is PTX."""
     for ptx, plain in (
         (r"asm volatile\(\"mov\.u32 %0.*?;\" : .*?\);", "x = thread_now();"),
-        (r"asm\(\"max\.NaN.*?: \"f\"\((.*)\)\);", r"top = max_nan(top, \1);"),
         (
             r"(?s)asm volatile\(\"\{\.reg \.pred p;.*?: \"memory\"\);",
             "if (counts) *reinterpret_cast<unsigned long long*>(to) += (high + 0ull) << 32 | low;",

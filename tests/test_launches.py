@@ -97,7 +97,7 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
             kinds = [kind for kind, _ in launches]
             wanted = ["Prepare"]
             if deterministic and needs[1]:
-                wanted += ["Tally", "Units"]
+                wanted += ["Tally", "Weigh", "Units"]
             hopper = many and needs[0] and needs[1]
             wanted += ["Compact", "HopperBackward"] if hopper else ["Backward"]
             if needs[1] and (hopper or deterministic):
@@ -118,7 +118,7 @@ def test_the_main_kernel_alone(launches, heads, given, deterministic):
     assert dkv is total if given else (dkv.dtype, dkv.shape) == (torch.float32, kv.shape)
     main = ["Compact", "HopperBackward"] if heads > 32 and deterministic else ["Backward"]
     first = "HopperForward" if heads > 32 else "Forward"
-    kinds = [first, "Tally", "Units", *main, "Finish"] if deterministic else main
+    kinds = [first, "Tally", "Weigh", "Units", *main, "Finish"] if deterministic else main
     assert [kind for kind, _ in launches] == kinds
 
 

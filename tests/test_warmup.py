@@ -20,6 +20,7 @@ from slattn.kernels.config import (
     SlotProbsConfig,
     TallyConfig,
     UnitsConfig,
+    WeighConfig,
     claimed,
     needed,
 )
@@ -60,7 +61,7 @@ def test_options_add_to_it(compiled):
     )
     assert {type(config) for config in compiled} == {
         *(HopperBackwardConfig, BackwardConfig, HopperForwardConfig, ForwardConfig, PrepareConfig, CompactConfig),
-        *(TallyConfig, UnitsConfig, FinishConfig, SlotProbsConfig),
+        *(TallyConfig, WeighConfig, UnitsConfig, FinishConfig, SlotProbsConfig),
     }
     mains = [config for config in compiled if isinstance(config, (HopperBackwardConfig, BackwardConfig, FinishConfig))]
     assert all(config.deterministic for config in mains)

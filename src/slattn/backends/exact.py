@@ -9,7 +9,14 @@ from torch import Tensor
 
 from slattn.backends.views import flat, rows
 from slattn.kernels.build import kernel
-from slattn.kernels.config import BackwardConfig, FinishConfig, HopperBackwardConfig, TallyConfig, UnitsConfig
+from slattn.kernels.config import (
+    BackwardConfig,
+    FinishConfig,
+    HopperBackwardConfig,
+    TallyConfig,
+    UnitsConfig,
+    WeighConfig,
+)
 from slattn.problem import Problem
 
 
@@ -18,15 +25,17 @@ class Sums:
     """The table of a call, for each row of kv, and in deterministic mode what `slattn.kernels.exact_cuda` needs."""
 
     table: Tensor  # [B * N, D] fp32, or [B * N, D / 2] int64
+    expected: Tensor  # [T]: what each query expects of a part
     scales: Tensor  # [B * N]: 1 / the unit
     parts: Tensor  # [B * N]: how many are added
-    whole: Tensor  # [B * N, D] int64: what is beyond the limit, in multiples of twice that
+    whole: Tensor  # [B * N, D] int64: the numbers beyond what was expected, in units
 
 
 def plain_sums(table: Tensor) -> Sums:
     """Those of a table of fp32, with stand-ins for what is not read."""
     none = table.new_empty(1, table.shape[-1], dtype=torch.int64)
-    return Sums(table, none.view(torch.float32).view(-1)[:1], none.view(torch.int32).view(-1)[:1], none)
+    number = none.view(torch.float32).view(-1)[:1]
+    return Sums(table, number, number, none.view(torch.int32).view(-1)[:1], none)
 
 
 def exact_sums(
@@ -45,23 +54,20 @@ def exact_sums(
         norm = grad_out.abs().sum(-1, dtype=torch.float32)
     keys = problem.batch * problem.keys
     size, parts = indices.new_zeros(2, keys).unbind()
+    expected, weight = lse.new_empty(problem.tokens), indices.new_zeros(keys, dtype=torch.int64)
+    slots = indices.view(-1, problem.slots), flat(topk_length, indices)
+    counts = problem.queries, problem.keys, int(topk_length is not None)
+    groups = (problem.heads + config.head_tile - 1) // config.head_tile
+    shares = torch.cuda.get_device_properties(lse.device).multi_processor_count
     kernel(TallyConfig(config.arch))(
-        indices.view(-1, problem.slots),
-        flat(topk_length, indices),
-        norm.view(-1, problem.heads),
-        *(lse, lse2, grad_lse, size, parts),
-        problem.queries,
-        problem.keys,
-        int(topk_length is not None),
-        int(use_grad_lse),
-        problem.value_dim,
-        (problem.heads + config.head_tile - 1) // config.head_tile,
-        torch.cuda.get_device_properties(lse.device).multi_processor_count,
+        *(*slots, norm.view(-1, problem.heads), lse, lse2, grad_lse, expected, size, parts),
+        *(*counts, int(use_grad_lse), problem.value_dim, groups, shares),
     )
+    kernel(WeighConfig(config.arch))(*slots, expected, size, weight, *counts, groups, shares)
     scales = lse.new_empty(keys)
-    kernel(UnitsConfig(config.arch))(size, parts, scales)
+    kernel(UnitsConfig(config.arch))(size, weight, parts, scales)
     table = indices.new_zeros(keys, problem.head_dim // 2, dtype=torch.int64)
-    return Sums(table, scales, parts, indices.new_zeros(keys, problem.head_dim, dtype=torch.int64))
+    return Sums(table, expected, scales, parts, indices.new_zeros(keys, problem.head_dim, dtype=torch.int64))
 
 
 def finish(config: BackwardConfig | HopperBackwardConfig, sums: Sums, dkv: Tensor, add: bool) -> None:

@@ -279,6 +279,7 @@ def main_backward(
                 int(topk_length is not None),
                 problem.scale,
                 *lses,
+                sums.expected,
                 sums.scales,
                 sums.whole,
             )
@@ -353,7 +354,7 @@ def _hopper_backward(
     kernel(config)(
         *(rows(call.q), rows(call.kv, 1), rows(call.grad_out), listed, counts),
         *call.statistics[:2],
-        *(rows(dq), sums.table, sums.scales, sums.whole),
+        *(rows(dq), sums.table, sums.expected, sums.scales, sums.whole),
         *call.statistics[2:],
         int(call.use_grad_lse),
         problem.scale,

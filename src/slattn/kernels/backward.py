@@ -47,15 +47,16 @@ def backward(config: BackwardConfig) -> Any:
     Lengths [T] (any length, not read, unless use_lengths), Lse2 [T, H] (base 2, sink included, +inf for an empty
     row), Delta [T, H], GradQ [T, H, D] (written), GradKV [B * N, D] fp32, or if `deterministic` [B * N, D / 2] int64
     (added to; any number of rows without `config.dkv`), queries S, keys N, use_lengths,
-    scale, Lse and GradLse [T, H] (natural, keys only; read with `config.grad_lse` only), and Scales [B * N] fp32 and
-    Whole [B * N, D] int64 (added to), of any length and not read unless `deterministic` (`slattn.kernels.exact_cuda`).
+    scale, Lse and GradLse [T, H] (natural, keys only; read with `config.grad_lse` only), and, of any length and not
+    read unless `deterministic`, Expected [T] and Scales [B * N] fp32 and Whole [B * N, D] int64 (added to), as in
+    `slattn.kernels.exact_cuda`.
     """
     head_tile, block, threads = config.head_tile, config.block, config.threads
     dim, value_dim, chunk = config.head_dim, config.value_dim, config.chunk
     parts = config.query_parts if config.dq else ()
     gemm = T.wgmma_gemm if config.wgmma else T.gemm
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    lengths, sums, units, wholes = T.dynamic("lengths, sums, units, wholes")
+    lengths, sums, expecting, units, wholes = T.dynamic("lengths, sums, expecting, units, wholes")
     warps, exact = threads // 32, config.deterministic
     prelude = PRELUDE + (EXACT_PRELUDE if exact else "")
 
@@ -64,7 +65,7 @@ def backward(config: BackwardConfig) -> Any:
         """Add a block's rows of dKV, of the columns from `column` on, to the keys'."""
         if exact:
             part = tile.shape[1] * 4 // warps, 0
-            add_exactly(g, tile, g.scale, row_s, buffer, first, column, part, dim)
+            add_exactly(g, tile, g.scale, g.expected[0], row_s, buffer, first, column, part, dim)
         else:
             reduce_rows(tile, g.grad_kv, row_s, buffer, first, column, warps)
 
@@ -85,6 +86,7 @@ def backward(config: BackwardConfig) -> Any:
         scale: T.float32,
         Lse: T.Tensor((tokens, heads), FP32),
         GradLse: T.Tensor((tokens, heads), FP32),
+        Expected: T.Tensor((expecting,), FP32),
         Scales: T.Tensor((units,), FP32),
         Whole: T.Tensor((wholes, dim), "int64"),
     ):
@@ -93,7 +95,13 @@ def backward(config: BackwardConfig) -> Any:
             by,
             bz,
         ):
-            g = SimpleNamespace(grad_kv=GradKV, scales=Scales, whole=Whole, scale=T.alloc_local((2,), FP32))
+            g = SimpleNamespace(
+                grad_kv=GradKV,
+                scales=Scales,
+                whole=Whole,
+                scale=T.alloc_local((2,), FP32),
+                expected=T.alloc_local((1,), FP32),
+            )
             q_s = T.alloc_shared((head_tile, dim), BF16)
             do_s = T.alloc_shared((head_tile, value_dim), BF16)
             kv_s = T.alloc_shared((1, block, dim), BF16)
@@ -118,6 +126,8 @@ def backward(config: BackwardConfig) -> Any:
             tx = T.get_thread_binding()
             if t < tokens:
                 first = t // queries * keys
+                if exact:
+                    g.expected[0] = Expected[t]
                 if use_lengths != 0:
                     count = T.min(T.max(Lengths[t], 0), slots)
 

@@ -30,6 +30,7 @@ from slattn.kernels.config import (
     SlotProbsConfig,
     TallyConfig,
     UnitsConfig,
+    WeighConfig,
 )
 from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
 
@@ -171,6 +172,8 @@ def program(config: Config) -> Any:
 
     if isinstance(config, TallyConfig):
         return exact.tally(config)
+    if isinstance(config, WeighConfig):
+        return exact.weigh(config)
     if isinstance(config, UnitsConfig):
         return exact.units(config)
     if isinstance(config, FinishConfig):

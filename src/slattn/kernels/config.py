@@ -214,6 +214,20 @@ class TallyConfig:
 
 
 @dataclass(frozen=True)
+class WeighConfig:
+    """One compiled kernel that sums what is expected of the parts of each row of dkv, by the same windows."""
+
+    arch: int
+    window: int = 16384
+    threads: int = 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block of threads."""
+        return 4 * self.window
+
+
+@dataclass(frozen=True)
 class UnitsConfig:
     """One compiled kernel that makes each row's unit of that, a thread a row."""
 
@@ -240,6 +254,7 @@ Config = (
     | CompactConfig
     | FinishConfig
     | TallyConfig
+    | WeighConfig
     | UnitsConfig
     | SlotProbsConfig
 )
@@ -361,7 +376,7 @@ def needed(
     if deterministic or isinstance(backward, HopperBackwardConfig):
         configs += [FinishConfig(dtype, deterministic, arch) for dtype in ("bfloat16", "float32")]
     if deterministic:
-        configs += [TallyConfig(arch), UnitsConfig(arch)]
+        configs += [TallyConfig(arch), WeighConfig(arch), UnitsConfig(arch)]
     return configs
 
 
@@ -382,7 +397,7 @@ def claimed() -> list[Config]:
     configs += [FinishConfig("float32", True), *(FinishConfig("bfloat16", True, arch) for arch in TARGETS)]
     configs += [backward_config(arch, 16, head_dim, deterministic=True) for arch in TARGETS for head_dim in (128, 576)]
     configs += [HopperBackwardConfig(head_dim, 512, deterministic=True) for head_dim in (512, 576)]
-    configs += [kind(arch) for kind in (TallyConfig, UnitsConfig) for arch in TARGETS]
+    configs += [kind(arch) for kind in (TallyConfig, WeighConfig, UnitsConfig) for arch in TARGETS]
     configs += [
         slot_probs_config(arch, heads, head_dim) for arch in TARGETS for head_dim in VALUE_DIMS for heads in (64, 128)
     ]

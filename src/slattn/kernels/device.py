@@ -182,7 +182,16 @@ def read_scales(g: Any, scale: Any, rows: Any, buffer: Any, first: Any):
 
 @T.macro
 def add_exactly(
-    g: Any, tile: Any, scale: Any, rows: Any, buffer: Any, first: Any, column: Any, part: tuple[int, int], dim: int
+    g: Any,
+    tile: Any,
+    scale: Any,
+    expected: Any,
+    rows: Any,
+    buffer: Any,
+    first: Any,
+    column: Any,
+    part: tuple[int, int],
+    dim: int,
 ):
     """Add columns of an accumulator, `part`: how many and from which on, in the units of their rows."""
     T.call_extern(
@@ -190,6 +199,7 @@ def add_exactly(
         f"slattn::peel_rows<{part[0]}, {part[1]}>",
         tile.data,
         scale.data,
+        expected,
         T.access_ptr(g.scales, "rw"),
         T.access_ptr(g.whole, "rw"),
         T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),

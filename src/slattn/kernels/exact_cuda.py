@@ -1,16 +1,16 @@
 """CUDA helpers of deterministic mode: sums whose order does not matter, because integers add up exactly.
 
-Each row of dkv has a unit, made beforehand of how many parts are added to it and how large they are. A part is rounded
-to whole units; two columns' numbers of them, 32 bits each, are added at once, as one integer of 64 bits, by the same
-number of bytes as fp32. What a part has beyond its row's limit, which keeps the sums within 32 bits, goes in whole
-multiples of twice the limit into a table of 64-bit integers. How large the parts were guessed decides how many take
+Each query says beforehand how large a part it expects to add, and each row of dkv gets a unit: the sum of what its
+queries expect is less than 2^31 units. A part is rounded to whole units; two columns' numbers of them, 32 bits each,
+are added at once, as one integer of 64 bits, by the same number of bytes as fp32. A number larger than its query
+expected goes into a table of 64-bit integers, in the same units. How good the expectation was decides how many take
 that detour and how fine the unit is; the bits depend on an order in neither case.
 """
 
 EXACT_PRELUDE = r"""
 namespace slattn {
-// expected_part is what a query of which `count` slots count accounts a part of it to be; one warp. As large as that of
-// a slot with all of the weight, or 512 times that of one of equal slots, whichever is less: for each head the mean of
+// expected_part is what a query of which `count` slots count expects of a part; one warp. 4 times that of a slot with
+// all of the weight, or 2048 times that of one of equal slots, whichever is less: for each head the mean of
 // |dO|, times what brings that to the root mean square and adds dS q, and what the sink leaves of it; |dlse| /
 // sqrt(d_v), which no sink makes less; and the heads of a group as independent.
 __device__ __forceinline__ float expected_part(int count, const float* norm, const float* lse, const float* lse2,
@@ -29,19 +29,16 @@ __device__ __forceinline__ float expected_part(int count, const float* norm, con
     sum += __shfl_xor_sync(0xffffffffu, sum, i);
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
   }
-  return fmaxf(most, sum * rsqrtf(static_cast<float>(heads) * groups)) * fminf(512.f / count, 1.f);
+  most = fmaxf(most, sum * rsqrtf(static_cast<float>(heads) * groups)) * fminf(2048.f / count, 4.f);
+  return fminf(fmaxf(most, 0x1p-60f), 0x1p90f);
 }
 
-// tally notes for each row of kv in a window how many parts a share of the queries adds to it, and the largest that
-// they expect: first in shared memory, [2, window], because atomics there cost a tenth.
-__device__ __forceinline__ void tally(const int* indices, const int* lengths, const float* norm, const float* lse,
-                                      const float* lse2, const float* grad_lse, int* size, int* parts, int* shared,
-                                      int from, int to, int64_t low, int window, int64_t rows, int slots, int heads,
-                                      int queries, int keys, bool use_lengths, bool use_grad_lse, int columns,
-                                      int groups) {
+// for_slots calls f(row in the window, query) for each slot that counts of a share of the queries, a warp a query.
+// Before a query's slots it calls g(query, how many count).
+template <typename F, typename G>
+__device__ __forceinline__ void for_slots(const int* indices, const int* lengths, int from, int to, int64_t low,
+                                          int window, int slots, int queries, int keys, bool use_lengths, F f, G g) {
   const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x; i < 2 * window; i += blockDim.x) shared[i] = 0;
-  __syncthreads();
   for (int t = from + threadIdx.x / 32; t < to; t += blockDim.x / 32) {
     const int64_t first = static_cast<int64_t>(t / queries) * keys - low;  // of its batch entry, in the window
     if (first + keys <= 0 || first >= window) continue;
@@ -51,18 +48,37 @@ __device__ __forceinline__ void tally(const int* indices, const int* lengths, co
     for (int k = lane; k < length; k += 32) count += index[k] >= 0 && index[k] < keys;
 #pragma unroll
     for (int i = 16; i > 0; i /= 2) count += __shfl_xor_sync(0xffffffffu, count, i);
-    const int64_t h = static_cast<int64_t>(t) * heads;
-    const int expected = __float_as_int(expected_part(count, norm + h, lse + h, lse2 + h, grad_lse + h, use_grad_lse,
-                                                      heads, columns, groups));
+    g(t, count);
 #pragma unroll 4
     for (int k = lane; k < length; k += 32) {
       const int64_t at = first + index[k];
-      if (index[k] >= 0 && index[k] < keys && at >= 0 && at < window) {
-        atomicAdd(shared + at, groups);
-        if (shared[window + at] < expected) atomicMax(shared + window + at, expected);  // ordered as their bits are
-      }
+      if (index[k] >= 0 && index[k] < keys && at >= 0 && at < window) f(at, t);
     }
   }
+}
+
+// tally notes what each query expects, and for each row of kv in a window how many parts a share of the queries adds to
+// it and the largest that they expect: first in shared memory, [2, window], because atomics there cost a tenth.
+__device__ __forceinline__ void tally(const int* indices, const int* lengths, const float* norm, const float* lse,
+                                      const float* lse2, const float* grad_lse, float* expected, int* size, int* parts,
+                                      int* shared, int from, int to, int64_t low, int window, int64_t rows, int slots,
+                                      int heads, int queries, int keys, bool use_lengths, bool use_grad_lse,
+                                      int columns, int groups) {
+  for (int i = threadIdx.x; i < 2 * window; i += blockDim.x) shared[i] = 0;
+  __syncthreads();
+  int largest = 0;
+  for_slots(
+      indices, lengths, from, to, low, window, slots, queries, keys, use_lengths,
+      [&](int64_t at, int) {
+        atomicAdd(shared + at, groups);
+        if (shared[window + at] < largest) atomicMax(shared + window + at, largest);  // ordered as their bits are
+      },
+      [&](int t, int count) {
+        const int64_t h = static_cast<int64_t>(t) * heads;
+        expected[t] = expected_part(count, norm + h, lse + h, lse2 + h, grad_lse + h, use_grad_lse, heads, columns,
+                                    groups);
+        largest = __float_as_int(expected[t]);
+      });
   __syncthreads();
   for (int i = threadIdx.x; i < window && low + i < rows; i += blockDim.x)
     if (shared[i] != 0) {
@@ -71,19 +87,42 @@ __device__ __forceinline__ void tally(const int* indices, const int* lengths, co
     }
 }
 
-// unit_of makes a row's scale, 1 / its unit, of its size and its number of parts. How many bits a part has at most
-// stand in the low bits of its mantissa, which makes it 2^-18 larger than a power of two at most. The row's limit, 1 to
-// 2 sizes, less where more than 2^12 parts would make the unit coarse, is so many bits of units.
-__device__ __forceinline__ float unit_of(int size, int parts) {
-  const int bits = 32 - __clz(parts + (parts >> 16) + 1);  // fewer parts than 2^bits, by 2^-16
-  const int width = min(31 - bits, 21);  // a part fits in half of a float's mantissa, and all of them in 32 bits
-  const int limit = min(max((size >> 23) - 127 + 1 - max(bits - 12, 0), -80), 90);
-  return __int_as_float((width - limit + 127) << 23 | width);
+// weigh sums, for each row of kv in a window, what the parts are that a share of the queries adds to it, each as 128ths
+// of the largest, rounded up.
+__device__ __forceinline__ void weigh(const int* indices, const int* lengths, const float* expected, const int* size,
+                                      int64_t* weight, int* shared, int from, int to, int64_t low, int window,
+                                      int64_t rows, int slots, int queries, int keys, bool use_lengths, int groups) {
+  for (int i = threadIdx.x; i < window; i += blockDim.x) shared[i] = 0;
+  __syncthreads();
+  for_slots(
+      indices, lengths, from, to, low, window, slots, queries, keys, use_lengths,
+      [&](int64_t at, int t) {
+        const float share = expected[t] / __int_as_float(size[low + at]);
+        atomicAdd(shared + at, static_cast<int>(ceilf(fminf(share, 1.f) * 128.f)) * groups);
+      },
+      [](int, int) {});
+  __syncthreads();
+  for (int i = threadIdx.x; i < window && low + i < rows; i += blockDim.x)
+    if (shared[i] != 0)
+      atomicAdd(reinterpret_cast<unsigned long long*>(weight) + low + i, static_cast<unsigned long long>(shared[i]));
 }
 
-__device__ __forceinline__ float limit_of(float scale) {
-  const int bits = __float_as_int(scale);
-  return __int_as_float((254 + bits % 32 - (bits >> 23)) << 23);
+// unit_of makes a row's scale, 1 / its unit, of the largest that is expected of a part, of all in 128ths of it, and of
+// how many there are: what is expected of all is 2^31 units, but of a part on average no more than 2^21. How many bits
+// that number of parts has stands in the low bits of the scale's mantissa.
+__device__ __forceinline__ float unit_of(int size, int64_t weight, int parts) {
+  const int bits = 32 - __clz(parts);
+  const float all = fmaxf(__int_as_float(size), 0x1p-60f) * (static_cast<float>(weight) / 128.f + 0x1p-7f);
+  const float units = fminf(fmaf(-0.5f, static_cast<float>(parts), 0x1.f6p30f), 0x1p21f * static_cast<float>(parts));
+  const float scale = __fdiv_rn(fmaxf(units, 1.f), all) * __int_as_float((max(bits - 12, 0) + 127) << 23);
+  return __int_as_float((__float_as_int(scale) & ~31) | bits);
+}
+
+// limit_of is beyond what a number takes the detour: what its query expects, less in a row of more than 2^12 parts, for
+// which the unit would be coarse, and less than 2^21 units, which half of a float's mantissa holds.
+__device__ __forceinline__ float limit_of(float expected, float scale) {
+  const int bits = __float_as_int(scale), fewer = max(bits % 32 - 12, 0);
+  return fminf(__int_as_float(__float_as_int(expected) - (fewer << 23)), __int_as_float((274 - (bits >> 23)) << 23));
 }
 
 __device__ __forceinline__ unsigned this_thread() {  // read anew: what comes of it is not kept in registers over a loop
@@ -101,14 +140,14 @@ __device__ __forceinline__ void scales_of(float* scale, const float* scales, con
 }
 
 // peel_rows moves, of columns from the kFirst-th on of such a tile of fp32, which stands for the columns of dkv from
-// `column` on, what is beyond its row's limit into the table `whole`. What fits in no integer there, or is no number,
-// makes the row's scale NaN, and with it the whole row.
+// `column` on, the numbers beyond the limit into the table `whole`. One of more than 2^42 units, or that is none, makes
+// the row's scale NaN, and with it the whole row.
 template <int kColumns, int kFirst>
-__device__ __forceinline__ void peel_rows(float* tile, const float* scale, float* scales, void* whole, const int* rows,
-                                          int64_t first, int dim, int column) {
+__device__ __forceinline__ void peel_rows(float* tile, const float* scale, float expected, float* scales, void* whole,
+                                          const int* rows, int64_t first, int dim, int column) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float limit = limit_of(scale[half]);
+    const float limit = limit_of(expected, scale[half]);
     float* f = tile + kFirst / 2 + half * 2;
     float squares[2] = {0.f, 0.f};  // cheaper than the largest; where limit^2 is no normal float it says nothing
 #pragma unroll
@@ -121,20 +160,17 @@ __device__ __forceinline__ void peel_rows(float* tile, const float* scale, float
       const int row = rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4];
       if (row < 0) continue;
       const int64_t at = first + row;
-      float top = 0.f;
-#pragma unroll
-      for (int i = 0; i < kColumns / 4; i++)
-        asm("max.NaN.f32 %0, %0, %1;" : "+f"(top) : "f"(fabsf(f[i / 2 * 4 + i % 2])));
-      if (!(top < limit * 0x1p38f)) scales[at] = NAN;
-      const float inverse = __uint_as_float(0x7e800000u - __float_as_uint(limit));  // 1 / (2 limit)
       auto* to = static_cast<unsigned long long*>(whole) + at * dim + column + kFirst + t % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kColumns / 4; i++) {
         float& x = f[i / 2 * 4 + i % 2];
-        if (fabsf(x) >= limit) {
-          const float many = rintf(x * inverse);
-          atomicAdd(to + i / 2 * 8 + i % 2, static_cast<unsigned long long>(__float2ll_rn(many)));
-          x = fmaf(-2.f * limit, many, x);
+        if (!(fabsf(x) < limit)) {
+          const float units = x * scale[half];
+          if (fabsf(units) < 0x1p42f)  // 2^20 of these fit in 62 bits
+            atomicAdd(to + i / 2 * 8 + i % 2, static_cast<unsigned long long>(__float2ll_rn(units)));
+          else
+            scales[at] = NAN;
+          x = 0.f;
         }
       }
     }
@@ -184,8 +220,8 @@ __device__ __forceinline__ float sum_of(int64_t word, int parts, bool high, floa
   const unsigned long long ones = 0x4b400000;  // the bits of 1.5 * 2^23
   const auto both = static_cast<int64_t>(static_cast<unsigned long long>(word) - parts * (ones << 32 | ones));
   const int low = static_cast<int>(both);
-  const float sum = static_cast<float>(high ? static_cast<int>((both - low) >> 32) : low);
-  return fmaf(static_cast<float>(whole), 2.f * limit_of(scale), __fdiv_rn(sum, scale));
+  const int64_t sum = whole + (high ? (both - low) >> 32 : low);
+  return __fdiv_rn(static_cast<float>(sum), scale);
 }
 }  // namespace slattn
 """

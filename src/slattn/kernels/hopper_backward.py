@@ -37,13 +37,13 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
     use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
-    `slattn.kernels.collect.finish`, or if `deterministic` [N, D / 2] int64; then Scales [N] fp32 and Whole [N, D]
-    int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the number of
-    blocks of threads to launch, which share the queries.
+    `slattn.kernels.collect.finish`, or if `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and
+    Whole [N, D] int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the
+    number of blocks of threads to launch, which share the queries.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    units, wholes = T.dynamic("units, wholes")
+    queries, units, wholes = T.dynamic("queries, units, wholes")
     prelude = HOPPER_PRELUDE + (EXACT_PRELUDE if config.deterministic else "")
     # (start, width) of the columns gathered at a time. A Python loop over these writes its body out for each.
     pieces = tuple((c, min(PIECE, dim - c)) for c in range(0, dim, PIECE))
@@ -64,6 +64,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             m.task[task % 8, 0] = t
             m.task[task % 8, 1] = T.truncmod(g.bx + task * g.sms, g.groups) * HEADS
             m.task[task % 8, 2] = g.counts[t]
+            if config.deterministic:
+                m.expected[task % 4] = g.expected[t]
 
     @T.macro
     def load_query(g: Any, m: Any, c: int, task: Any):
@@ -289,7 +291,18 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                         arrive(m.scores_free, step % buffers)
                     first, width = part
                     if config.deterministic:
-                        add_exactly(g, dkv, scale, m.rows, T.truncmod(step, 3), 0, column, (width, first), dim)
+                        add_exactly(
+                            g,
+                            dkv,
+                            scale,
+                            m.expected[task % 4],
+                            m.rows,
+                            T.truncmod(step, 3),
+                            0,
+                            column,
+                            (width, first),
+                            dim,
+                        )
                     else:
                         T.call_extern(
                             "handle",
@@ -315,6 +328,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         GradKV: T.Tensor(
             (rows, dim // 2) if config.deterministic else (rows, dim), "int64" if config.deterministic else FP32
         ),
+        Expected: T.Tensor((queries,), FP32),
         Scales: T.Tensor((units,), FP32),
         Whole: T.Tensor((wholes, dim), "int64"),
         Lse: T.Tensor((tokens, heads), FP32),
@@ -337,6 +351,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 lse=Lse,
                 grad_lse=GradLse,
                 use_grad_lse=use_grad_lse,
+                expected=Expected,
                 scales=Scales,
                 whole=Whole,
                 grad_q=GradQ,
@@ -358,6 +373,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 # before the tiles.
                 rows=T.alloc_shared((3, BLOCK), INT32, scope="shared"),
                 task=T.alloc_shared((8, 3), INT32, scope="shared"),
+                expected=T.alloc_shared((4,), FP32, scope="shared") if config.deterministic else None,
                 key_free=T.alloc_barrier([WARPS] * 2),
                 scores_full=T.alloc_barrier(WARPS),
                 scores_free=T.alloc_barrier([2 * WARPS] * buffers),
