@@ -5,7 +5,7 @@ from torch import Tensor
 
 def joined(tensor: Tensor, keep: int = 1) -> Tensor:
     """The tensor with all but its last `keep` axes joined."""
-    return tensor if tensor.dim() == keep + 1 else tensor.view(-1, *tensor.shape[-keep:])
+    return tensor if tensor.dim() == keep + 1 else tensor.flatten(0, -keep - 1)
 
 
 def rows(tensor: Tensor, keep: int = 2) -> Tensor:
