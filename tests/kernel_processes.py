@@ -55,7 +55,7 @@ def main(root: Path, rounds: list[str]) -> None:
         if not fixed:
             os.environ["TILELANG_CACHE_DIR"] = str(root / f"cache-{name}")
         try:
-            texts = [build.kernel(kernel(int(number))).get_kernel_source() for number in name.split(".")]
+            texts = [build.compiled(kernel(int(number))).get_kernel_source() for number in name.split(".")]
             say(hashlib.sha256("".join(sorted(texts)).encode()).hexdigest())
         except Exception as error:
             say(f"{type(error).__name__}: {error}")

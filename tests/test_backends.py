@@ -318,7 +318,7 @@ def test_deterministic_mode_on_a_cpu():
 # The choice.
 def problem(**changes: object) -> Problem:
     small = describe(torch.zeros(2, 16, 512), torch.zeros(5, 512), torch.zeros(2, 4, dtype=torch.int32))
-    return dataclasses.replace(small, **changes)
+    return small._replace(**changes)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def on_a_gpu(head_dim, deterministic):
     call = describe(
         q, q.new_empty(5, head_dim), torch.empty(2, 4, dtype=torch.int32), d_v=d_v, deterministic=deterministic
     )
-    return dataclasses.replace(call, device=torch.device("cuda", 0))
+    return call._replace(device=torch.device("cuda", 0))
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -53,7 +51,7 @@ def test_a_backend_without_a_choice_names_itself():
 
 @pytest.fixture
 def _kernels():
-    reason = tilelang.refusal(dataclasses.replace(on_a_gpu(512, True), head_dim=512))
+    reason = tilelang.refusal(on_a_gpu(512, True)._replace(head_dim=512))
     if reason is not None:
         pytest.skip(reason)
 

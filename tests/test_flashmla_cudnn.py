@@ -36,7 +36,7 @@ def pair(monkeypatch):
     real = flashmla_cudnn.refusal
 
     def refusal(problem):
-        return real(replace(problem, device=torch.device("cuda")))
+        return real(problem._replace(device=torch.device("cuda")))
 
     def install(**dialect):
         flash_mla, dsa = FlashMla(**dialect), CudnnDsa()
@@ -170,7 +170,7 @@ def test_more_keys_than_cudnn_counts_are_refused(head_dim, most, pair, monkeypat
     assert 2**31 - 64 * head_dim <= most * head_dim < 2**31
     takes = problem_with(batch=2, keys=most // 2, head_dim=head_dim)
     assert flashmla_cudnn.refusal(takes) is None
-    more = replace(takes, keys=most // 2 + 1)
+    more = takes._replace(keys=most // 2 + 1)
     assert f"at D = {head_dim}, takes up to {most} keys" in flashmla_cudnn.refusal(more)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert flashmla_cudnn.refusal(more) is None

@@ -91,6 +91,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return root / "cache-0.1", said
 
 
+@needs_nvcc
+def test_what_launches_a_kernel_is_tilelangs_own_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It looks at its arguments, and wants them on a GPU."""
+    pytest.importorskip("tilelang", reason=build.INSTALL)
+    import tvm_ffi
+
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    launch = build.kernel(PrepareConfig(90, rows=8))
+    assert isinstance(launch, tvm_ffi.Function)
+    x, row = torch.zeros(8, 8, 64).bfloat16(), torch.zeros(8)
+    with pytest.raises(RuntimeError, match="expected cuda"):
+        launch(x, x, row, row, row, row, row, 1, 1, 1, row, 1)
+
+
 def copied(cache: Path, to: Path) -> Path:
     subprocess.run(["cp", "-r", str(cache), str(to)], check=True)
     return to

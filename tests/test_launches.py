@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+import slattn
 from slattn.automodel.tilelang_sparse_mla_fwd import sparse_mqa_fwd_interface
 from slattn.backends import exact, tilelang
 from slattn.problem import describe
@@ -53,7 +54,7 @@ def launches(monkeypatch):
     for module in (tilelang, exact):
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(tilelang, "_arch", lambda device: 90)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tilelang, "_on", lambda device: contextlib.nullcontext())
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return seen
@@ -151,3 +152,35 @@ def test_the_v4_drop_in(launches, monkeypatch, options, kind):
 @pytest.mark.parametrize(("heads", "kind"), [(32, "ForwardConfig"), (33, "HopperForwardConfig")])
 def test_the_forward_can_be_asked(launches, heads, kind):
     assert tilelang.kernels(call(heads, 512)[0])["forward"].partition("(")[0] == kind
+
+
+@pytest.mark.parametrize("layout", ["flat", "an axis of one", "batched", "strided"])
+def test_results_have_the_callers_layout_and_are_nobodys_views(launches, monkeypatch, layout):
+    """A view would be tied to its base, and a change in place would raise an error that speaks of views."""
+    monkeypatch.setattr(tilelang, "refusal", lambda problem: None)
+    _, (q, kv, indices, sink, count), _ = call(64, 512, lengths=True)
+    q.requires_grad_()
+    if layout == "strided":
+        kv, indices = kv.mT.contiguous().mT, indices.mT.contiguous().mT
+    elif layout != "batched":
+        q, kv, indices, count = q[0], kv[0], indices[0], count[0]
+        if layout == "an axis of one":
+            kv, indices = kv[:, None], indices[:, None]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            out, lse = slattn.sparse_attention(
+                *(q, kv, indices), attn_sink=sink, topk_length=count, return_lse=True, backend="tilelang"
+            )
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+        assert out.requires_grad is grad
+        assert not any(result._is_view() for result in (out, lse))
+        out.mul_(2)
+    assert [kind for kind, _ in launches] == ["HopperForward"] * 2
+
+
+def test_the_current_device_is_changed_only_where_it_is_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: ("changed to", device.index))
+    assert tilelang._on(torch.device("cuda", 0)) == ("changed to", 0)
+    with tilelang._on(torch.device("cuda", 1)):
+        pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def forget() -> None:
 def problem_with(**changes: Any) -> Problem:
     """An ordinary problem on a GPU, with changes."""
     device = torch.device("cuda")
-    return replace(Problem(1, 4, 40, 64, 128, 512, 512, 512**-0.5, torch.bfloat16, device, False), **changes)
+    return Problem(1, 4, 40, 64, 128, 512, 512, 512**-0.5, torch.bfloat16, device, False)._replace(**changes)
 
 
 def problem_of(q: Tensor, keys: int, slots: int, scale: float) -> Problem:

@@ -144,7 +144,8 @@ def _slot_probs(
     backend: str,
 ) -> Tensor:
     d_v = default_value_dim(q.shape[-1])  # no value is read
-    problem, tensors = ops.batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic=False)
+    problem, tensors = ops.contiguous(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic=False)
+    tensors = ops.batched(problem, tensors)
     module = backends.load(backends.choose(problem, backend, "slot_probs"))
     probs = module.slot_probs(problem, *tensors, lse.contiguous().view(tensors[0].shape[:-1]))
     return torch.ops.aten._unsafe_view(probs, (*q.shape[:-2], problem.slots))

@@ -17,6 +17,8 @@ from torch import Tensor
 from slattn import backends
 from slattn.problem import Problem, check_backward, describe, either, lse_dtype
 
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, kv, indices, attn_sink, topk_length
+
 _library = torch.library.Library("slattn", "DEF")
 _library.define(
     "forward(Tensor q, Tensor kv, Tensor indices, Tensor? attn_sink, Tensor? topk_length, float scale, int d_v, "
@@ -166,7 +168,7 @@ def sparse_attention_backward(
     return dq, dkv, dsink
 
 
-def batched(
+def contiguous(
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -175,8 +177,8 @@ def batched(
     scale: float,
     d_v: int,
     deterministic: bool,
-) -> tuple[Problem, tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:
-    """The problem, and the arguments in its batched form, contiguous, kv in q's dtype."""
+) -> tuple[Problem, Tensors]:
+    """The problem, and the arguments in the caller's layout, contiguous, kv in q's dtype."""
     queries, heads, head_dim = q.shape[-3:]
     batch = q.shape[0] if q.dim() == 4 else 1
     keys = kv.shape[1] if q.dim() == 4 else kv.shape[0]
@@ -195,11 +197,24 @@ def batched(
         deterministic=deterministic,
     )
     return problem, (
-        q.contiguous().view(batch, queries, heads, head_dim),
-        kv.to(q.dtype).contiguous().view(batch, keys, head_dim),
-        indices.contiguous().view(batch, queries, slots),
+        q.contiguous(),
+        (kv if kv.dtype == q.dtype else kv.to(q.dtype)).contiguous(),
+        indices.contiguous(),
         None if attn_sink is None else attn_sink.contiguous(),
-        None if topk_length is None else topk_length.contiguous().view(batch, queries),
+        None if topk_length is None else topk_length.contiguous(),
+    )
+
+
+def batched(problem: Problem, tensors: Tensors) -> Tensors:
+    """The arguments that `contiguous` gives, in the batched form."""
+    q, kv, indices, attn_sink, topk_length = tensors
+    lead = problem.batch, problem.queries
+    return (
+        q.view(*lead, problem.heads, problem.head_dim),
+        kv.view(problem.batch, problem.keys, problem.head_dim),
+        indices.view(*lead, problem.slots),
+        attn_sink,
+        None if topk_length is None else topk_length.view(lead),
     )
 
 
@@ -214,8 +229,12 @@ def _forward(
     deterministic: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    problem, tensors = batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
-    out, lse = backends.load(backends.choose(problem, backend)).forward(problem, *tensors)
+    problem, tensors = contiguous(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    module = backends.load(backends.choose(problem, backend))
+    if getattr(module, "ANY_LAYOUT", False):
+        results: tuple[Tensor, Tensor] = module.forward(problem, *tensors)
+        return results
+    out, lse = module.forward(problem, *batched(problem, tensors))
     # A view would be tied to its base, and a change in place by the caller would raise an error that speaks of views.
     shape = q.shape[:-1]
     return torch.ops.aten._unsafe_view(out, (*shape, d_v)), torch.ops.aten._unsafe_view(lse, shape)
@@ -238,7 +257,8 @@ def _backward(
     needs: list[bool],
     dkv_dtype: torch.dtype,
 ) -> list[Tensor]:
-    problem, tensors = batched(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    problem, tensors = contiguous(q, kv, indices, attn_sink, topk_length, scale, d_v, deterministic)
+    tensors = batched(problem, tensors)
     lead = tensors[0].shape[:-1]
     dq, dkv, dsink = backends.load(backends.choose(problem, backend)).backward(
         problem,

@@ -6,7 +6,7 @@ argument, is docs/contract.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ MAX_KEYS = 2**31 - 1
 LARGEST_SCALE = 3.4e38
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One call of the operation in its batched form: q [B, S, H, D], kv [B, N, D], indices [B, S, K]."""
 
     batch: int  # B, 1 for the flat layout
@@ -107,14 +106,15 @@ def describe(
     if topk_length is not None:
         _tensor("topk_length", topk_length, (torch.int32,))
         _shape("topk_length", topk_length, "[T]" if q.dim() == 3 else "[B, S]", lead)
+    device = q.device
     for name, tensor in (
         ("kv", kv),
         ("indices", indices),
         ("attn_sink", attn_sink),
         ("topk_length", topk_length),
     ):
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name} must be on q's device, {q.device}; got {tensor.device}")
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on q's device, {device}; got {tensor.device}")
     return Problem(
         batch=batch,
         queries=queries,
@@ -125,7 +125,7 @@ def describe(
         value_dim=d_v,
         scale=_scale(scale, head_dim),
         dtype=q.dtype,
-        device=q.device,
+        device=device,
         deterministic=_deterministic(deterministic),
     )
 

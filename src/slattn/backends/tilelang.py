@@ -5,14 +5,16 @@ The kernels themselves are in slattn.kernels; what they are compiled for is in s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slattn.backends.exact import Sums, exact_sums, finish, plain_sums
-from slattn.backends.views import flat, pieces, rows
+from slattn.backends.views import flat, joined, pieces, rows
 from slattn.kernels import build
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
@@ -30,6 +32,8 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
+ANY_LAYOUT = True  # see slattn.backends
+_HERE = contextlib.nullcontext()
 
 
 def refusal(problem: Problem) -> str | None:
@@ -81,7 +85,7 @@ def forward(
     block: int | None = None,
     threads: int | None = None,
 ) -> Pair:
-    """out [B, S, H, d_v] bf16 and lse [B, S, H] fp32, natural logarithm, keys only, +inf for an empty row.
+    """out [.., H, d_v] bf16 and lse [.., H] fp32, natural logarithm, keys only, +inf for an empty row; .. as q has it.
 
     `reference_rounding`, `block` and `threads` are the V4 drop-in's; see docs/contract.md for the first.
     """
@@ -100,15 +104,15 @@ def forward(
     sink = None if attn_sink is None else attn_sink.float()
     indices = int32_indices(indices, problem.keys)
     rest = (_multiprocessors(q.device),) if isinstance(config, HopperForwardConfig) else ()
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         kernel(config)(
             rows(q),
             rows(kv, 1),
-            indices.view(-1, problem.slots),
+            joined(indices),
             flat(topk_length, indices),
             flat(sink, lse),
             rows(out),
-            lse.view(-1, problem.heads),
+            joined(lse),
             problem.queries,
             problem.keys,
             int(topk_length is not None),
@@ -185,7 +189,7 @@ def _prepare(
     if not delta.numel():
         return
     sink, lse2, shares = sinks or (None, delta, delta)
-    with torch.cuda.device(out.device):
+    with _on(out.device):
         kernel(PrepareConfig(_arch(out.device)))(
             pieces(out),
             pieces(grad_out),
@@ -245,7 +249,7 @@ def main_backward(
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         if deterministic:
             sums = exact_sums(
                 problem,
@@ -307,7 +311,7 @@ def slot_probs(
         return probs.zero_()
     lse_all = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.float())
     indices = int32_indices(indices, problem.keys)
-    with torch.cuda.device(q.device):
+    with _on(q.device):
         kernel(slot_probs_config(_arch(q.device), problem.heads, problem.head_dim))(
             rows(q),
             rows(kv, 1),
@@ -362,6 +366,12 @@ def _hopper_backward(
     )
 
 
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In which the device is the current one: mostly it is already, and torch's context would take 2 us."""
+    return _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device)
+
+
+@functools.cache
 def _arch(device: torch.device) -> int:
     arch = architecture(torch.cuda.get_device_capability(device))
     assert arch is not None, "refusal() comes first"

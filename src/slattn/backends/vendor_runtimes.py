@@ -12,7 +12,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -193,7 +193,7 @@ def self_test_failure(problem: Problem, forward: Callable[..., Any], backward: C
 def self_test(problem: Problem, forward: Callable[..., Any], backward: Callable[..., Any]) -> str | None:
     """Six queries, one of them without a key, forward and backward, against the reference: the failure or None."""
     heads = max(problem.heads, 64)  # padded to 64 anyway; dsink of a few heads alone may cancel
-    tiny = replace(problem, batch=1, queries=6, keys=40, heads=heads, scale=problem.head_dim**-0.5, deterministic=False)
+    tiny = problem._replace(batch=1, queries=6, keys=40, heads=heads, scale=problem.head_dim**-0.5, deterministic=False)
     q, kv, indices, sink, grad_out = _tiny_inputs(tiny)
     arguments = (tiny, q, kv, indices, sink, None)
     needs, dkv_dtype = (True, True, True), torch.float32

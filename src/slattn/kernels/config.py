@@ -6,6 +6,7 @@ never part of a configuration: one compiled kernel serves them all.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 VALUE_DIMS = {64: 64, 128: 128, 256: 256, 512: 512, 576: 512}  # head dimension -> value dimension
@@ -270,6 +271,7 @@ def head_tiles(head_dim: int) -> tuple[int, ...]:
     return (64, 32, 16) if head_dim >= 512 else (64, 16)
 
 
+@functools.cache
 def forward_config(
     arch: int,
     heads: int,
