@@ -151,7 +151,7 @@ def test_a_warp_holds_16_rows_of_dkv(arch, heads, head_dim):
 def test_few_enough_to_compile_them_all():
     """A pair of forward and backward takes 15 s on one core, each of the indexer's target 4, the others 1 or 2."""
     assert len([config for config in CLAIMED if "ward" in type(config).__name__]) <= 86
-    assert len(CLAIMED) <= 120
+    assert len(CLAIMED) <= 125
 
 
 @pytest.mark.parametrize("arch", TARGETS)
