@@ -48,7 +48,7 @@ def exact_sums(
     lses: tuple[Tensor, ...],
     use_grad_lse: bool,
 ) -> Sums:
-    """Those of a call, with nothing in them yet. lses: lse, grad_lse and lse2, [T, H]."""
+    """Those of a call, with nothing in them yet. norm: the sum of |grad_out|; lses: lse, grad_lse and lse2; [T, H]."""
     lse, grad_lse, lse2 = lses
     if norm is None:
         norm = grad_out.abs().sum(-1, dtype=torch.float32)

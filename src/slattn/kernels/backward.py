@@ -7,7 +7,7 @@ share one program and 16 heads waste nothing:
     S^T  = K Q^T             [block, heads]       P^T  = exp2(S^T * scale * log2(e) - lse2)
     dP^T = V dO^T            [block, heads]       dS^T = P^T * (dP^T - delta) * scale
     dQ^T += K^T dS^T         [D, heads]           kept in registers over the whole row
-    dKV  = P^T dO + dS^T Q   [block, columns]     reduced into the fp32 dkv straight from registers
+    dKV  = P^T dO + dS^T Q   [block, columns]     reduced into the table of dkv from registers
 
 dQ comes before dKV, so that the key buffer is free while dKV is formed: the gather of the next block then runs
 behind dKV and its reductions. Slots that do not count are neither loaded (the gather fills in zeros) nor reduced.

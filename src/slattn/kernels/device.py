@@ -1,4 +1,4 @@
-"""Pieces that the forward and the backward program share: the gather of key rows, and one CUDA helper.
+"""Pieces that the programs share: the gather of key rows, and how an accumulator is added to rows of dkv.
 
 A block's slots are loaded by 8 threads a row: thread `tx` holds the slots of rows `tx // 8`, `tx // 8 + threads / 8`
 and so on, and copies 16 bytes of every 128-byte piece of its rows.

@@ -2,8 +2,8 @@
 
 Three warpgroups share a query's 64 heads. The front gathers the keys of a block of 64 slots, forms S and dP as their
 columns land, and leaves P and dS in shared memory; the two back groups form dKV, 64 columns at a time, and reduce it
-into the fp32 dkv straight from registers. Each of the three keeps its share of the columns of dQ in registers over the
-whole row.
+into the table of dkv straight from registers. Each of the three keeps its share of the columns of dQ in registers over
+the whole row.
 
     front     | gather b+1, S, softmax, dP of b+1 | dQ b+1 | gather b+2 ...
     back 0    | dQ b, dKV b: 4 chunks, each reduced        | dQ b+1, dKV b+1 ...
