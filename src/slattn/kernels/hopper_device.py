@@ -22,14 +22,12 @@ __device__ __forceinline__ const void* at(const void* bf16, int64_t index) {
   return static_cast<const __nv_bfloat16*>(bf16) + index;
 }
 
-// Barriers of the hardware, by number: what threads wrote before they tell is there for those that have heard. All of
-// both are counted.
-__device__ __forceinline__ void tell(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+__device__ __forceinline__ void sync_group(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
 
-__device__ __forceinline__ void hear(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+// arrive arrives at a barrier of TileLang's, several times at once.
+template <class Barrier>
+__device__ __forceinline__ void arrive(const Barrier& barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
 }
 
 // copy_row starts copying 16 bytes of each 64 columns of a row into kTiles tiles; zeros where the row does not count,
@@ -64,7 +62,7 @@ template <int kStretch>
 __device__ __forceinline__ int scan(const int* slots, int from, int count, int keys, int* ring, int filled) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   int found = 0;
-  hear(1, 128);  // all have read what is overwritten
+  sync_group(1);  // all have read what is overwritten
 #pragma unroll
   for (int i = 0; i < kStretch / 32; i++) {
     const bool counts = from + i * 32 + lane < count && static_cast<unsigned>(slots[i]) < static_cast<unsigned>(keys);
@@ -73,12 +71,13 @@ __device__ __forceinline__ int scan(const int* slots, int from, int count, int k
       ring[(filled + found + __popc(vote & ((1u << lane) - 1))) & (2 * kStretch - 1)] = slots[i];
     found += __popc(vote);
   }
-  hear(1, 128);
+  sync_group(1);
   return found;
 }
 
-// What one group tells another of a block. TileLang's barriers keep asm volatile in its place, but not the compiler's
-// own loads and stores: hence these, and volatile below.
+// What one group tells another of a block, and of rows, by a warp's or a quad's first lane, which arrives at the barriers
+// that order it: for its own accesses, since compute-sanitizer's racecheck credits no lane with another's. TileLang's
+// barriers keep asm volatile in its place, but not the compiler's own loads and stores: hence these, and volatile below.
 __device__ __forceinline__ void describe(int* block, int what, int flags, int t, int h0) {
   asm volatile("" ::: "memory");
   block[0] = what, block[1] = flags, block[2] = t, block[3] = h0;
@@ -86,7 +85,9 @@ __device__ __forceinline__ void describe(int* block, int what, int flags, int t,
 }
 
 __device__ __forceinline__ int field(const int* block, int index) {
-  return static_cast<const volatile int*>(block)[index];
+  int what = 0;
+  if (threadIdx.x % 32 == 0) what = static_cast<const volatile int*>(block)[index];
+  return __shfl_sync(0xffffffffu, what, 0);
 }
 
 __device__ __forceinline__ int quad_row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
@@ -96,8 +97,10 @@ __device__ __forceinline__ void put_rows(float* shared, const float* rows) {
 }
 
 __device__ __forceinline__ void get_rows(const float* shared, float* rows) {
-  rows[0] = static_cast<const volatile float*>(shared)[quad_row()];
-  rows[1] = static_cast<const volatile float*>(shared)[quad_row() + 8];
+  const volatile float* from = shared + quad_row();
+  if (threadIdx.x % 4 == 0) rows[0] = from[0], rows[1] = from[8];
+#pragma unroll
+  for (int half = 0; half < 2; half++) rows[half] = __shfl_sync(0xffffffffu, rows[half], 0, 4);
 }
 
 // hold_query reads tiles of Q as fragments of the left operand, 32 registers for each 128 columns.
@@ -117,12 +120,12 @@ __device__ __forceinline__ void hold_query(uint32_t* q, const void* tiles) {
 // have read what they copy.
 template <int kTiles>
 __device__ __forceinline__ void keep_query(void* to, const void* from) {
-  hear(2, 128);
+  sync_group(2);
 #pragma unroll
   for (int i = 0; i < 4 * kTiles; i++)
     static_cast<uint4*>(to)[threadIdx.x % 128 + i * 128] = static_cast<const uint4*>(from)[threadIdx.x % 128 + i * 128];
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  hear(2, 128);
+  sync_group(2);
 }
 
 // A tile as the tensor core reads it along its rows: 16 columns on are 2 further, a tile 512. kStride: between tiles,
@@ -353,8 +356,8 @@ def at_sink(sink: Any, use_sink: Any, h0: Any) -> Any:
 
 
 @T.macro
-def release(barriers: Any, index: Any):
-    """Arrive once for the whole warp, after all that its lanes did."""
+def release(barriers: Any, index: Any, lanes: int = 32, count: int = 1):
+    """After all that a warp's lanes did, arrive `count` times by one of each `lanes`."""
     T.call_extern("handle", "__syncwarp")
-    if T.get_thread_binding() % 32 == 0:
-        T.barrier_arrive(barriers[index])
+    if T.get_thread_binding() % lanes == 0:
+        call("arrive", barriers[index], count)

@@ -32,9 +32,7 @@ HEADS, BLOCK = 64, 64
 STRETCH, RING = 128, 256  # slots looked at in one go, and how many that count can wait
 END, QUERY = 0, -1  # what stands in a buffer in place of a number of keys
 FRESH, LAST = 1, 2  # flags of a block: its query's first, its last
-# Barriers of the hardware, of each multiplier and P and of each P, where whole groups tell and hear: lanes load and
-# store by themselves, and compute-sanitizer's racecheck credits no lane for another. 1 and 2 are hopper_device's.
-P_FULL, P_FREE = 3, 7
+QUADS = GROUP // 4  # lanes of a group that exchange what belongs to rows: they arrive for their own accesses
 
 
 def hopper_forward(config: HopperForwardConfig) -> Any:
@@ -199,8 +197,8 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         call(f"keep_query<{(value_dim - held) // 64}>", kept_at(m, 0), right_at(m, at[2], held - half))
         if tail:
             call(f"keep_query<{tail // 64}>", kept_at(m, value_dim - held), tail_at(m, at[0]))
-        release(m.left_free, at[0])
-        release(m.right_free, at[2])
+        release(m.left_free, at[0], 1, 1)
+        release(m.right_free, at[2], 1, 1)
 
     def score_keys(m: Any, s: Any, q: Any, at: Any, sides: str) -> Any:
         tiles = kept_at(m, 0), left_at(m, at[0]), tail_at(m, at[0]), right_at(m, at[2])
@@ -213,16 +211,6 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
     def close(g: Any, m: Any, top: Any, total: Any, query: Any, t: Any, h0: Any) -> Any:
         state = top.data, total.data, rows_at(m.inverse, query), at_sink(g.sink, g.use_sink, h0), g.use_sink != 0
         return call(f"close_rows<{flag}>", *state, at_head("w", g.lse, t, h0), heads - h0)
-
-    @T.macro
-    def hear_p_is_free(turn: Any):
-        if turn > 1:
-            call("hear", P_FREE + turn % 2, 3 * GROUP)
-
-    @T.macro
-    def tell_p_is_there(turn: Any):
-        for group in (0, 1):
-            call("tell", P_FULL + group * 2 + turn % 2, 2 * GROUP)
 
     @T.macro
     def score(g: Any, m: Any):
@@ -239,7 +227,6 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
             top[i] = 0
             total[i] = 0
         begin(at, 0)
-        release(m.scored, 0)  # nothing is multiplied before the first block
         T.barrier_wait(m.left_full[0], 0)
         count = field(m.block, 0, 0)
         while count != END:
@@ -247,10 +234,9 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
             h0 = T.alloc_var(INT32, field(m.block, at[0], 3))
             take_query(m, q, at)
             advance(at)
-            T.barrier_wait(m.left_full[at[0]], at[1])
-            count = field(m.block, at[0], 0)
-            while count > 0:
-                flags = field(m.block, at[0], 1)
+            flags = 0
+            while flags < LAST:
+                T.barrier_wait(m.left_full[at[0]], at[1])
                 if lefts == rights:
                     T.barrier_wait(m.right_full[at[2]], at[3])
                     score_keys(m, s, q, at, "true, true")
@@ -258,7 +244,10 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                     score_keys(m, s, q, at, "true, false")
                     T.barrier_wait(m.right_full[at[2]], at[3])
                     score_keys(m, s, q, at, "false, true")
-                hear_p_is_free(turn)
+                count = field(m.block, at[0], 0)
+                flags = field(m.block, at[0], 1)
+                release(m.left_free, at[0], 32, 16)  # what was said of it; its keys, by the multiplier
+                T.barrier_wait(m.p_free[turn % 2], turn // 2 % 2 ^ 1)
                 if T.get_thread_binding() == GROUP:
                     describe(m.made, turn % 2, at[0] + 8 * at[2], flags, t, h0)
                 call("wait_scores", s.data)
@@ -268,22 +257,19 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                     release(m.scored, (turn + 1) % 2)  # of the next query, nothing to wait for
                 softmax(g, m, s, top, total, count, flags, turn)
                 T.fence_proxy_async()
-                tell_p_is_there(turn)
+                release(m.p_full, turn % 2, 4)
                 if flags >= LAST:
                     close(g, m, top, total, query, t, h0)
-                    T.call_extern("handle", "__syncwarp")
-                    T.barrier_arrive(m.closed[query % 2])
+                    release(m.closed, query % 2, 4)
                     query += 1
                 turn += 1
                 advance(at)
-                T.barrier_wait(m.left_full[at[0]], at[1])
-                count = field(m.block, at[0], 0)
-        hear_p_is_free(turn)
+            T.barrier_wait(m.left_full[at[0]], at[1])
+            count = field(m.block, at[0], 0)
+        T.barrier_wait(m.p_free[turn % 2], turn // 2 % 2 ^ 1)
         if T.get_thread_binding() == GROUP:
             describe(m.made, turn % 2, -1, 0, 0, 0)
-        tell_p_is_there(turn)
-        if turn > 0:
-            call("hear", P_FREE + (turn + 1) % 2, 3 * GROUP)  # no barrier is left half full
+        release(m.p_full, turn % 2, 4)
 
     def values_at(m: Any, group: int, buffers: Any) -> Any:
         return right_at(m, buffers // 8) if group else left_at(m, buffers % 8)
@@ -298,26 +284,26 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         flags = T.alloc_var(INT32, 0)
         t = T.alloc_var(INT32, 0)
         h0 = T.alloc_var(INT32, 0)
-        call("hear", P_FULL + group * 2, 2 * GROUP)
+        T.barrier_wait(m.p_full[0], 0)
         buffers = field(m.made, 0, 0)
         while buffers >= 0:
             flags = field(m.made, turn % 2, 1)
             if flags % 2 == 0:
                 call("rescale", acc.data, rows_at(m.factor, turn))
-            T.barrier_wait(m.scored[(turn + 1) % 2], (turn + 1) // 2 % 2)
+            T.barrier_wait(m.scored[(turn + 1) % 2], turn // 2 % 2)
             call("multiply_block", acc.data, p_at(m, turn), values_at(m, group, buffers), flags % 2 != 0)
             T.wait_wgmma(0)
             if group:
-                release(m.right_free, buffers // 8)
+                release(m.right_free, buffers // 8, 32, 32)
             else:
-                release(m.left_free, buffers % 8)
+                release(m.left_free, buffers % 8, 32, 16)
             if flags >= LAST:
                 T.barrier_wait(m.closed[query % 2], query // 2 % 2)
                 call("get_rows", rows_at(m.inverse, query), inverse.data)
                 t = field(m.made, turn % 2, 2)
                 h0 = field(m.made, turn % 2, 3)
                 query += 1
-            call("tell", P_FREE + turn % 2, 3 * GROUP)
+            release(m.p_free, turn % 2, 4)
             if flags >= LAST:
                 call(
                     "finish_rows",
@@ -328,7 +314,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                     value_dim,
                 )
             turn += 1
-            call("hear", P_FULL + group * 2 + turn % 2, 2 * GROUP)
+            T.barrier_wait(m.p_full[turn % 2], turn // 2 % 2)
             buffers = field(m.made, turn % 2, 0)
 
     @T.prim_func
@@ -372,10 +358,12 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 made=T.alloc_shared((2, 4), INT32, scope="shared"),  # of which block P is
                 left_full=T.alloc_barrier([GROUP + 1] * lefts),  # each thread's copies, and what is said of them
                 right_full=T.alloc_barrier([GROUP] * rights),
-                left_free=T.alloc_barrier([WARPS] * lefts),  # by the left multiplier; Q's, by the scorer
-                right_free=T.alloc_barrier([WARPS] * rights),
+                left_free=T.alloc_barrier([GROUP] * lefts),  # half by the left multiplier, half by the scorer; Q's, by it
+                right_free=T.alloc_barrier([GROUP] * rights),
+                p_full=T.alloc_barrier([QUADS] * 2),
+                p_free=T.alloc_barrier([2 * QUADS] * 2),
                 scored=T.alloc_barrier([WARPS] * 2),  # a block of the turn, or nothing that its products could disturb
-                closed=T.alloc_barrier([GROUP] * 2),  # a query: its inverse sums are there
+                closed=T.alloc_barrier([QUADS] * 2),  # a query: its inverse sums are there
             )
             tx = T.get_thread_binding()
             if tx < GROUP:
