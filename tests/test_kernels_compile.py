@@ -170,14 +170,14 @@ def test_every_head_count_has_a_configuration(arch, head_dim):
 
 def test_few_heads_waste_no_tile():
     assert forward_config(90, 16, 512).head_tile == backward_config(90, 16, 512).head_tile == 16
-    assert forward_config(90, 17, 512).head_tile == backward_config(90, 17, 512).head_tile == 32
+    assert forward_config(80, 17, 512).head_tile == backward_config(90, 17, 512).head_tile == 32
     assert forward_config(90, 128, 512).head_tile == backward_config(90, 128, 512).head_tile == 64
 
 
 @pytest.mark.parametrize("head_dim", [512, 576])
 def test_hopper_has_a_forward_of_its_own_for_many_heads(head_dim):
-    assert {type(forward_config(90, heads, head_dim)) for heads in (33, 64, 96, 128, 256)} == {HopperForwardConfig}
-    others = forward_config(90, 32, head_dim), forward_config(90, 64, 256), forward_config(80, 64, head_dim)
+    assert {type(forward_config(90, heads, head_dim)) for heads in (17, 32, 64, 96, 256)} == {HopperForwardConfig}
+    others = forward_config(90, 16, head_dim), forward_config(90, 64, 256), forward_config(80, 64, head_dim)
     assert {type(config) for config in others} == {ForwardConfig}
     assert forward_config(90, 64, head_dim, block=32).block == 32
 

@@ -283,14 +283,14 @@ def forward_config(
 ) -> ForwardConfig | HopperForwardConfig:
     """The forward's configuration for a head count; `block` and `threads` where the caller fixes them.
 
-    On Hopper its own kernel where it is written for the call and the caller fixes nothing: 1.04 and 0.98 of FlashMLA's
-    speed at v4-flash and glm5, the portable kernel 0.72 to 0.75 (docs/performance.md).
+    On Hopper its own kernel where it is written for the call and the caller fixes nothing: at 32 heads too, half of whose
+    rows are then nobody's, it takes 0.72 of the portable kernel's time (docs/performance.md).
 
     Raises:
         ValueError: a block or a number of threads that no kernel of this architecture can have.
     """
     tile = next((tile for tile in reversed(head_tiles(head_dim)) if heads <= tile), 64)
-    if arch == 90 and tile == 64 and head_dim >= 512 and block is None and threads is None:
+    if arch == 90 and tile >= 32 and head_dim >= 512 and block is None and threads is None:
         return HopperForwardConfig(head_dim, VALUE_DIMS[head_dim], reference_rounding)
     config = ForwardConfig(
         arch=arch,
