@@ -288,14 +288,19 @@ __device__ __forceinline__ void empty_rows(void* bf16, float* lse, int rows) {
   if (thread < rows) lse[thread] = __int_as_float(0x7f800000);
 }
 
-// rescale multiplies an accumulator's rows, where any of the warp needs it.
+// rescale multiplies the rows of an accumulator that need it: each growth counts, most rows do not grow, and lanes that
+// rest save power.
 __device__ __forceinline__ void rescale(float* acc, const float* factors) {
   float factor[2];
   get_rows(factors, factor);
-  if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f)) {
 #pragma unroll
-    for (int i = 0; i < 128; i++) acc[i] *= factor[i / 2 % 2];
+  for (int half = 0; half < 2; half++) {
+    if (factor[half] != 1.0f) {
+#pragma unroll
+      for (int i = 0; i < 64; i++) acc[i / 2 * 4 + half * 2 + i % 2] *= factor[half];
+    }
   }
+  __syncwarp();
 }
 
 // multiply_block adds P V, of 64 keys and 256 columns, to an accumulator.
