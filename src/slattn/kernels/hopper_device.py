@@ -30,47 +30,89 @@ __device__ __forceinline__ void arrive(const Barrier& barrier, int count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
 }
 
-// copy_row starts copying 16 bytes of each 64 columns of a row into kTiles tiles; zeros where the row does not count,
-// and nothing is read.
-template <int kTiles>
-__device__ __forceinline__ void copy_row(void* tiles, const void* row, int index, int lane, bool counts) {
-  const unsigned to = shared_address(tiles) + index * 128 + ((lane ^ index) & 7) * 16;
+// The gatherer has few registers, and its time is that of its instructions: it reads its thread's number once, and makes
+// what comes of it where that is used. `again` keeps the compiler from making it before a loop.
+__device__ __forceinline__ int own_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+__device__ __forceinline__ int again(int thread) {
+  asm volatile("mov.u32 %0, %0;" : "+r"(thread));
+  return thread;
+}
+
+// find_rows finds this thread's rows of Q, which lie one after the other, or of the keys whose numbers are in the ring.
+__device__ __forceinline__ void find_rows(int* source, bool query, int first, const int* ring, int size, int used,
+                                          int left, int thread) {
+  const int row = again(thread) / 8 % 16;
 #pragma unroll
-  for (int i = 0; i < kTiles; i++)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 8192),
-                 "l"(static_cast<const char*>(row) + i * 128), "r"(counts ? 16 : 0) : "memory");
+  for (int r = 0; r < 4; r++) source[r] = ring[(used + r * 16 + row) & (size - 1)];
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    const int i = r * 16 + row;
+    source[r] = first + (i < left ? (query ? i : source[r]) : 0);
+  }
 }
 
-// copy_query starts copying columns of up to 64 heads' Q into kTiles tiles, zeros past the last head.
-template <int kTiles, int kDim>
-__device__ __forceinline__ void copy_query(void* tiles, const void* from, int rows) {
-  const int lane = threadIdx.x % 8;
-#pragma unroll 1
-  for (int row = threadIdx.x / 8 % 16; row < 64; row += 16)
-    copy_row<kTiles>(tiles, at(from, min(row, rows - 1) * kDim + lane * 8), row, lane, row < rows);
+// copy_rows starts copying kTiles tiles of the columns from kColumn on of Q or of keys; zeros for rows from `left` on, of
+// which nothing is read.
+template <int kTiles, int kDim, int kColumn>
+__device__ __forceinline__ void copy_rows(void* tiles, const void* q, const void* kv, bool query, const int* source,
+                                          int left, int thread) {
+  thread = again(thread);
+  const int row = thread / 8 % 16;
+  const unsigned to = shared_address(tiles) + row * 128 + ((thread ^ row) & 7) * 16;
+#pragma unroll
+  for (int r = 0; r < 4; r++) {
+    const void* from = at(query ? q : kv, static_cast<int64_t>(again(source[r])) * kDim + kColumn + thread % 8 * 8);
+#pragma unroll
+    for (int i = 0; i < kTiles; i++)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + r * 2048 + i * 8192),
+                   "l"(at(from, i * 64)), "r"(r * 16 + row < left ? 16 : 0) : "memory");
+  }
 }
 
-__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// No branches here: what a branch of some lanes joins, the compiler no longer takes for the same in all of them, and keeps
+// it in as many registers.
+__device__ __forceinline__ void prefetch(const void* from, bool wanted) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(from), "r"((int)wanted));
+}
 
-__device__ __forceinline__ void prefetch_query(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+__device__ __forceinline__ void prefetch_query(const void* from, int bytes, bool wanted) {
+  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(from),
+               "r"(bytes), "r"((int)wanted) : "memory");
+}
+
+// load_slots loads a stretch of a row's slots, each warp its own quarter first; -1 from the row's end on.
+template <int kStretch>
+__device__ __forceinline__ void load_slots(int* slots, const int* row, int from, int end, int thread) {
+  thread = again(thread);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int k = from + (thread / 32 + i) % 4 * (kStretch / 4) + thread % 32;
+    slots[i] = k < end ? __ldg(row + k) : -1;
+  }
 }
 
 // scan adds to the ring, in their order, the slots of a stretch that name a key; every warp counts them all and writes
 // its own quarter. Returns how many there are, once all are written. The ring holds two stretches.
 template <int kStretch>
-__device__ __forceinline__ int scan(const int* slots, int from, int count, int keys, int* ring, int filled) {
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  int found = 0;
-  sync_group(1);  // all have read what is overwritten
+__device__ __forceinline__ int scan(const int* slots, int keys, int* ring, int filled, int thread) {
+  thread = again(thread);
+  const int warp = thread / 32 % 4, lane = thread % 32;
+  int before = 0, found = 0, own = 0;
 #pragma unroll
-  for (int i = 0; i < kStretch / 32; i++) {
-    const bool counts = from + i * 32 + lane < count && static_cast<unsigned>(slots[i]) < static_cast<unsigned>(keys);
-    const unsigned vote = __ballot_sync(0xffffffffu, counts);
-    if (counts && i / (kStretch / 128) == warp)
-      ring[(filled + found + __popc(vote & ((1u << lane) - 1))) & (2 * kStretch - 1)] = slots[i];
+  for (int i = 0; i < 4; i++) {
+    const unsigned vote = __ballot_sync(0xffffffffu, static_cast<unsigned>(slots[i]) < static_cast<unsigned>(keys));
+    if (i == 0) own = __popc(vote & ((1u << lane) - 1));
+    if (i >= 4 - warp) before += __popc(vote);
     found += __popc(vote);
   }
+  sync_group(1);  // all have read what is overwritten
+  if (static_cast<unsigned>(slots[0]) < static_cast<unsigned>(keys))
+    ring[(filled + before + own) & (2 * kStretch - 1)] = slots[0];
   sync_group(1);
   return found;
 }
@@ -122,8 +164,13 @@ template <int kTiles>
 __device__ __forceinline__ void keep_query(void* to, const void* from) {
   sync_group(2);
 #pragma unroll
-  for (int i = 0; i < 4 * kTiles; i++)
-    static_cast<uint4*>(to)[threadIdx.x % 128 + i * 128] = static_cast<const uint4*>(from)[threadIdx.x % 128 + i * 128];
+  for (int tile = 0; tile < kTiles; tile++) {
+    uint4 q[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) q[i] = static_cast<const uint4*>(from)[threadIdx.x % 128 + (tile * 4 + i) * 128];
+#pragma unroll
+    for (int i = 0; i < 4; i++) static_cast<uint4*>(to)[threadIdx.x % 128 + (tile * 4 + i) * 128] = q[i];
+  }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   sync_group(2);
 }
@@ -241,14 +288,14 @@ __device__ __forceinline__ void softmax_block(float* s, float* top, float* sum, 
     const float shift = top[i / 2 % 2];
     s[i] = power<kNatural>(kNatural ? __fmul_rn(s[i], scale) - shift : __fmaf_rn(s[i], scale, -shift));
   }
-  const int to = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const int thread = again(threadIdx.x), to = thread / 32 % 4 * 16 + thread % 16;
   const unsigned address = shared_address(tile) + to * 128;
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     unsigned p[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) p[i] = bf16_pair(s[k * 8 + i * 2], s[k * 8 + i * 2 + 1]);
-    store_matrices(address + (((k * 2 + lane / 16) ^ (to & 7)) * 16), p);
+    store_matrices(address + (((k * 2 + thread / 16 % 2) ^ (to & 7)) * 16), p);
   }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -263,18 +310,20 @@ __device__ __forceinline__ void softmax_block(float* s, float* top, float* sum, 
 template <bool kNatural>
 __device__ __forceinline__ void close_rows(const float* top, const float* total, float* inverses, const float* sink,
                                            bool use_sink, float* lse, int rows) {
-  float inverse[2];
+  float inverse[2], sinks[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {  // both at once
+    const int row = quad_row() + half * 8;
+    sinks[half] = use_sink && row < rows ? __ldg(sink + row) : -__int_as_float(0x7f800000);
+  }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = quad_row() + half * 8;
     const float sum = quad_sum(total[half]);
-    inverse[half] = sum;
-    if (row < rows) {
-      if (use_sink) inverse[half] += power<kNatural>(kNatural ? sink[row] - top[half] : sink[row] * kLog2e - top[half]);
-      if (threadIdx.x % 4 == 0)
-        lse[row] = sum == 0.0f ? __int_as_float(0x7f800000)
-                               : (kNatural ? top[half] * kLog2e + log2f(sum) : top[half] + log2f(sum)) / kLog2e;
-    }
+    inverse[half] = sum + power<kNatural>(sinks[half] * (kNatural ? 1.0f : kLog2e) - top[half]);
+    if (row < rows && threadIdx.x % 4 == 0)
+      lse[row] = sum == 0.0f ? __int_as_float(0x7f800000)
+                             : (kNatural ? top[half] * kLog2e + log2f(sum) : top[half] + log2f(sum)) / kLog2e;
     inverse[half] = sum == 0.0f ? 0.0f : 1.0f / inverse[half];
   }
   put_rows(inverses, inverse);
@@ -288,11 +337,24 @@ __device__ __forceinline__ void empty_rows(void* bf16, float* lse, int rows) {
   if (thread < rows) lse[thread] = __int_as_float(0x7f800000);
 }
 
+// hear_block reads of which block P is, and the factors of two rows, in one go: memory that others keep busy answers late.
+__device__ __forceinline__ void hear_block(const int* block, const float* factors, int* what, float* factor) {
+  asm volatile("{.reg .pred p, q; setp.eq.u32 p, %6, 0; setp.eq.u32 q, %7, 0;"
+               "@p ld.volatile.shared.v2.s32 {%0, %1}, [%4];"
+               "@q ld.volatile.shared.f32 %2, [%5]; @q ld.volatile.shared.f32 %3, [%5 + 32];}"
+               : "=r"(what[0]), "=r"(what[1]), "=f"(factor[0]), "=f"(factor[1])
+               : "r"(shared_address(block)), "r"(shared_address(factors + quad_row())), "r"(threadIdx.x % 32),
+                 "r"(threadIdx.x % 4) : "memory");
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    what[half] = __shfl_sync(0xffffffffu, what[half], 0);
+    factor[half] = __shfl_sync(0xffffffffu, factor[half], 0, 4);
+  }
+}
+
 // rescale multiplies the rows of an accumulator that need it: each growth counts, most rows do not grow, and lanes that
 // rest save power.
-__device__ __forceinline__ void rescale(float* acc, const float* factors) {
-  float factor[2];
-  get_rows(factors, factor);
+__device__ __forceinline__ void rescale(float* acc, const float* factor) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     if (factor[half] != 1.0f) {
@@ -348,11 +410,6 @@ def at_head(mode: str, tensor: Any, t: Any, h0: Any, *column: int) -> Any:
     """Where a token's heads from h0 on begin in a tensor, from a column on if it has columns."""
     place = (t, h0, *column)
     return T.access_ptr(tensor[place], mode)
-
-
-def at_key(kv: Any, index: Any) -> Any:
-    """Where a number of kv stands, counted in 64 bits."""
-    return call("at", T.access_ptr(kv, "r"), index)
 
 
 def at_sink(sink: Any, use_sink: Any, h0: Any) -> Any:

@@ -25,7 +25,7 @@ import tilelang.language as T
 from slattn.kernels.config import HopperForwardConfig
 from slattn.kernels.device import BF16, FP32, INT32, LOG2E
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
-from slattn.kernels.hopper_device import FORWARD_PRELUDE, at_head, at_key, at_sink, call, describe, field, release
+from slattn.kernels.hopper_device import FORWARD_PRELUDE, at_head, at_sink, call, describe, field, release
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
@@ -79,51 +79,52 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 at[i + 1] = at[i + 1] ^ 1
 
     @T.macro
-    def look(g: Any, slot: Any, length: Any, task: Any, start: Any):
-        """Load a stretch of slots, and how many of its row count; with its first, bring the row into the L2."""
-        tx = T.get_thread_binding()
-        t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
-        if start == 0 and t < tokens and tx * 32 < slots:
-            call("prefetch", T.access_ptr(g.indices[t, tx * 32], "r"))
-        for i in T.unroll(STRETCH // 32):
-            k = T.alloc_var(INT32, start + i * 32 + tx % 32)
-            slot[i] = -1
-            if t < tokens and k < slots:
-                slot[i] = g.indices[t, k]
-        length[0] = slots
-        if t < tokens and g.use_lengths != 0:
-            length[0] = g.lengths[t]
-
-    def scan(g: Any, m: Any, slot: Any, start: Any, count: Any, filled: Any) -> Any:
-        ring = T.access_ptr(m.ring, "w")
-        return call(f"scan<{STRETCH}>", slot.data, start, count, g.keys, ring, filled, dtype=INT32)
+    def follow(g: Any, place: Any):
+        """To the next task of this SM: a token, and a group of its heads."""
+        place[0] += g.step[0]
+        place[1] += g.step[1]
+        if place[1] >= g.groups:
+            place[0] += 1
+            place[1] -= g.groups
 
     @T.macro
-    def announce(m: Any, at: Any, count: Any, flags: Any, t: Any, h0: Any):
+    def look(g: Any, slot: Any, length: Any, thread: Any, t: Any, start: Any):
+        """Load a stretch of slots, and with the first, how many of the row count; then bring all the row into the L2."""
+        tx = T.get_thread_binding()
+        call("prefetch", T.access_ptr(g.indices[t, tx * 32], "r"), start == 0 and t < tokens and tx * 32 < slots)
+        if start == 0:
+            length[0] = T.if_then_else(t < tokens, slots, 0)
+        if start == 0 and t < tokens and g.use_lengths != 0:
+            length[0] = T.min(g.lengths[t], slots)
+        row = (T.access_ptr(g.indices[T.min(t, tokens - 1), 0], "r"),)
+        call(f"load_slots<{STRETCH}>", slot.data, *row, start, length[0], thread)
+
+    def scan(g: Any, m: Any, slot: Any, filled: Any, thread: Any) -> Any:
+        return call(f"scan<{STRETCH}>", slot.data, g.keys, T.access_ptr(m.ring, "w"), filled, thread, dtype=INT32)
+
+    @T.macro
+    def announce(m: Any, at: Any, count: Any, flags: Any, here: Any):
         """Wait for the next left buffer, and say what it will hold."""
         T.barrier_wait(m.left_free[at[0]], at[1])
         if T.get_thread_binding() == 0:
-            describe(m.block, at[0], count, flags, t, h0)
+            describe(m.block, at[0], count, flags, here[0], here[1] * HEADS)
             T.barrier_arrive(m.left_full[at[0]])
 
     @T.macro
-    def copy_query(g: Any, m: Any, at: Any, t: Any, h0: Any):
-        announce(m, at, QUERY, 0, t, h0)
-        call(f"copy_query<{half // 64}, {dim}>", left_at(m, at[0]), at_head("r", g.q, t, h0, 0), heads - h0)
+    def copy(g: Any, m: Any, at: Any, query: Any, first: Any, used: Any, left: Any, thread: Any):
+        """Start copying this thread's part of Q or of keys: the left half at once, the right when its buffer is free."""
+        source = T.alloc_local((4,), INT32)
+        ring = T.access_ptr(m.ring, "r"), RING
+        call("find_rows", source.data, query != 0, first, *ring, used, left, thread)
+        rows = T.access_ptr(g.q, "r"), T.access_ptr(g.kv, "r"), query != 0, source.data, left, thread
+        call(f"copy_rows<{half // 64}, {dim}, 0>", left_at(m, at[0]), *rows)
         if tail:
-            call(f"copy_query<{tail // 64}, {dim}>", tail_at(m, at[0]), at_head("r", g.q, t, h0, value_dim), heads - h0)
+            call(f"copy_rows<{tail // 64}, {dim}, {value_dim}>", tail_at(m, at[0]), *rows)
         T.cp_async_barrier_noinc(m.left_full[at[0]])
         T.barrier_wait(m.right_free[at[2]], at[3])
-        call(f"copy_query<{half // 64}, {dim}>", right_at(m, at[2]), at_head("r", g.q, t, h0, half), heads - h0)
+        call(f"copy_rows<{half // 64}, {dim}, {half}>", right_at(m, at[2]), *rows)
         T.cp_async_barrier_noinc(m.right_full[at[2]])
-
-    @T.macro
-    def copy_keys(g: Any, source: Any, left: Any, to: Any, column: int, columns: int):
-        """Start copying this thread's share of some columns of a block's keys."""
-        tx = T.get_thread_binding()
-        for r in T.unroll(4):
-            row = r * 16 + tx // 8
-            call(f"copy_row<{columns // 64}>", to, at_key(g.kv, source[r] + column), row, tx % 8, row < left)
+        advance(at)
 
     def empty(g: Any, t: Any, h0: Any) -> Any:
         results = at_head("w", g.out, t, h0, 0), at_head("w", g.lse, t, h0)
@@ -133,59 +134,56 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
     def gather(g: Any, m: Any):
         slot = T.alloc_local((STRETCH // 32,), INT32)
         length = T.alloc_local((1,), INT32)
-        source = T.alloc_local((4,), "int64")
         at = T.alloc_local((4,), INT32)
-        ahead = T.alloc_var(INT32, 0)  # the task, and the place in its row, of what `slot` holds
-        start = T.alloc_var(INT32, 0)
+        here = T.alloc_local((2,), INT32)  # the task that is copied, and the next one
+        next = T.alloc_local((2,), INT32)
+        ahead = T.alloc_var(INT32, 0)  # whether `slot` is of the next one
+        start = T.alloc_var(INT32, 0)  # and of which place in its row
         filled = T.alloc_var(INT32, 0)  # of the ring, over all rows
         used = T.alloc_var(INT32, 0)
-        tx = T.get_thread_binding()
+        thread = T.alloc_var(INT32, call("own_thread", dtype=INT32))
         begin(at, 1)  # buffers are free at first
-        look(g, slot, length, 0, 0)
-        for task in T.serial(g.tasks):
-            t = T.alloc_var(INT32, (g.bx + task * g.sms) // g.groups)
-            h0 = T.alloc_var(INT32, (g.bx + task * g.sms) % g.groups * HEADS)
-            first = T.alloc_var(INT32, t // g.queries * g.keys)
+        for place in (here, next):
+            place[0] = T.truncdiv(g.bx, g.groups)
+            place[1] = T.truncmod(g.bx, g.groups)
+        look(g, slot, length, thread, here[0], 0)
+        while here[0] < tokens:
+            query = T.alloc_var(INT32, 1)  # its Q is the first of what it has copied
+            first = T.alloc_var(INT32, 0)
             begun = T.alloc_var(INT32, used)
             left = T.alloc_var(INT32, 1)
+            follow(g, next)
             while left > 0:
-                while ahead == task and filled - used <= 2 * BLOCK:
-                    count = T.alloc_var(INT32, T.min(length[0], slots))
-                    filled += scan(g, m, slot, start, count, filled)
+                while ahead == 0 and filled - used <= 2 * BLOCK:
+                    filled += scan(g, m, slot, filled, thread)
                     start += STRETCH
-                    if start >= count:
-                        ahead += 1
+                    if start >= length[0]:
+                        ahead = 1
                         start = 0
-                    look(g, slot, length, ahead, start)
+                    look(g, slot, length, thread, T.if_then_else(ahead == 0, here[0], next[0]), start)
                 left = filled - used
                 if left > 0:
-                    if used == begun:
-                        copy_query(g, m, at, t, h0)
-                        advance(at)
-                        n = T.alloc_var(INT32, (g.bx + (task + 1) * g.sms) // g.groups)
-                        n0 = T.alloc_var(INT32, (g.bx + (task + 1) * g.sms) % g.groups * HEADS)
-                        if n < tokens and tx == 0:
-                            call("prefetch_query", at_head("r", g.q, n, n0, 0), T.min(heads - n0, HEADS) * (2 * dim))
-                    for r in T.unroll(4):
-                        source[r] = 0
-                        if r * 16 + tx // 8 < left:
-                            source[r] = T.cast(first + m.ring[(used + r * 16 + tx // 8) & (RING - 1)], "int64") * dim
-                        source[r] += tx % 8 * 8
                     flags = T.if_then_else(used == begun, FRESH, 0) + T.if_then_else(left <= BLOCK, LAST, 0)
-                    announce(m, at, T.min(left, BLOCK), flags, t, h0)
-                    copy_keys(g, source, left, left_at(m, at[0]), 0, half)
-                    if tail:
-                        copy_keys(g, source, left, tail_at(m, at[0]), value_dim, tail)
-                    T.cp_async_barrier_noinc(m.left_full[at[0]])
-                    T.barrier_wait(m.right_free[at[2]], at[3])
-                    copy_keys(g, source, left, right_at(m, at[2]), half, half)
-                    T.cp_async_barrier_noinc(m.right_full[at[2]])
-                    advance(at)
-                    used += T.min(left, BLOCK)
-                    left -= BLOCK
+                    announce(m, at, T.if_then_else(query != 0, QUERY, T.min(left, BLOCK)), flags, here)
+                    if query != 0:
+                        left = heads - here[1] * HEADS
+                        first = here[0] * heads + here[1] * HEADS
+                    copy(g, m, at, query, first, used, left, thread)
+                    if query == 0:
+                        used += T.min(left, BLOCK)
+                        left -= BLOCK
+                    else:
+                        query = 0
+                        first = T.truncdiv(here[0], g.queries) * g.keys
+                        size = T.min(heads - next[1] * HEADS, HEADS) * (2 * dim)
+                        wanted = next[0] < tokens and T.get_thread_binding() == 0
+                        call("prefetch_query", at_head("r", g.q, next[0], next[1] * HEADS, 0), size, wanted)
             if filled == begun:
-                empty(g, t, h0)
-        announce(m, at, END, 0, 0, 0)
+                empty(g, here[0], here[1] * HEADS)
+            ahead = 0
+            for i in T.unroll(2):
+                here[i] = next[i]
+        announce(m, at, END, 0, here)
         T.barrier_arrive(m.left_full[at[0]])
 
     @T.macro
@@ -275,47 +273,44 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         return right_at(m, buffers // 8) if group else left_at(m, buffers % 8)
 
     @T.macro
+    def hear(m: Any, what: Any, factor: Any, turn: Any):
+        """Wait for P; of which block it is, and its factors."""
+        T.barrier_wait(m.p_full[turn % 2], turn // 2 % 2)
+        of = T.access_ptr(m.made[turn % 2, 0], "r", 4), rows_at(m.factor, turn)
+        call("hear_block", *of, what.data, factor.data)
+
+    @T.macro
     def multiply(g: Any, m: Any, group: int):
         acc = T.alloc_local((half // 2,), FP32)
         inverse = T.alloc_local((2,), FP32)
+        factor = T.alloc_local((2,), FP32)
+        what = T.alloc_local((2,), INT32)  # buffers, and flags
         turn = T.alloc_var(INT32, 0)
         query = T.alloc_var(INT32, 0)
-        buffers = T.alloc_var(INT32, 0)
-        flags = T.alloc_var(INT32, 0)
         t = T.alloc_var(INT32, 0)
         h0 = T.alloc_var(INT32, 0)
-        T.barrier_wait(m.p_full[0], 0)
-        buffers = field(m.made, 0, 0)
-        while buffers >= 0:
-            flags = field(m.made, turn % 2, 1)
-            if flags % 2 == 0:
-                call("rescale", acc.data, rows_at(m.factor, turn))
+        hear(m, what, factor, 0)
+        while what[0] >= 0:
+            call("rescale", acc.data, factor.data)
             T.barrier_wait(m.scored[(turn + 1) % 2], turn // 2 % 2)
-            call("multiply_block", acc.data, p_at(m, turn), values_at(m, group, buffers), flags % 2 != 0)
+            call("multiply_block", acc.data, p_at(m, turn), values_at(m, group, what[0]), what[1] % 2 != 0)
             T.wait_wgmma(0)
             if group:
-                release(m.right_free, buffers // 8, 32, 32)
+                release(m.right_free, what[0] // 8, 32, 32)
             else:
-                release(m.left_free, buffers % 8, 32, 16)
-            if flags >= LAST:
+                release(m.left_free, what[0] % 8, 32, 16)
+            if what[1] >= LAST:
                 T.barrier_wait(m.closed[query % 2], query // 2 % 2)
                 call("get_rows", rows_at(m.inverse, query), inverse.data)
                 t = field(m.made, turn % 2, 2)
                 h0 = field(m.made, turn % 2, 3)
                 query += 1
             release(m.p_free, turn % 2, 4)
-            if flags >= LAST:
-                call(
-                    "finish_rows",
-                    acc.data,
-                    inverse.data,
-                    at_head("w", g.out, t, h0, group * half),
-                    heads - h0,
-                    value_dim,
-                )
+            if what[1] >= LAST:
+                out = at_head("w", g.out, t, h0, group * half)
+                call("finish_rows", acc.data, inverse.data, out, heads - h0, value_dim)
             turn += 1
-            T.barrier_wait(m.p_full[turn % 2], turn // 2 % 2)
-            buffers = field(m.made, turn % 2, 0)
+            hear(m, what, factor, turn)
 
     @T.prim_func
     def main(
@@ -335,6 +330,8 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
     ):
         with T.Kernel(sms, threads=config.threads, prelude=HOPPER_PRELUDE + FORWARD_PRELUDE) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
+            step_tokens = T.alloc_var(INT32, T.truncdiv(sms, groups))
+            step_groups = T.alloc_var(INT32, T.truncmod(sms, groups))
             tensors = SimpleNamespace(q=Q, kv=KV, indices=Indices, lengths=Lengths, sink=Sink, out=Out, lse=Lse)
             sizes = SimpleNamespace(queries=queries, keys=keys, groups=groups, sms=sms, bx=bx)
             g = SimpleNamespace(
@@ -343,7 +340,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 use_lengths=use_lengths,
                 use_sink=use_sink,
                 weight=scale * (1.0 if natural else LOG2E),
-                tasks=T.ceildiv(tokens * groups - bx, sms),
+                step=(step_tokens, step_groups),
             )
             m = SimpleNamespace(
                 left=T.alloc_shared((lefts, BLOCK * half), BF16),
