@@ -206,14 +206,13 @@ __device__ __forceinline__ void score_kept(float* s, uint64_t kept, uint64_t key
 
 // score_keys starts adding to the scores of a block: of the left 256 columns and the tail, of the right 256, or of all.
 // q holds 384 columns; the other 128 and the tail are kept. The keys came by the generic proxy, the tensor core reads
-// by the other.
+// by the other: a fence has to stand between.
 template <bool kLeft, bool kRight, bool kTail>
 __device__ __forceinline__ void score_keys(float* s, uint32_t* q, const void* kept, const void* left, const void* tail,
                                            const void* right) {
   const uint64_t rest = uint64_t(descriptor<1>(kept));
   tl::warpgroup_fence_operand(q, 96);
   tl::warpgroup_fence_operand(s, 32);
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   tl::warpgroup_arrive();
   if (kLeft) {
     score_held<16>(s, q, uint64_t(descriptor<1>(left)), true);

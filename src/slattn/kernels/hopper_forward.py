@@ -221,6 +221,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         query = T.alloc_var(INT32, 0)
         count = T.alloc_var(INT32, 0)
         flags = T.alloc_var(INT32, 0)
+        fresh = T.alloc_var(INT32, 0)
         for i in T.unroll(2):
             top[i] = 0
             total[i] = 0
@@ -232,16 +233,23 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
             h0 = T.alloc_var(INT32, field(m.block, at[0], 3))
             take_query(m, q, at)
             advance(at)
+            fresh = 1
             flags = 0
             while flags < LAST:
                 T.barrier_wait(m.left_full[at[0]], at[1])
                 if lefts == rights:
                     T.barrier_wait(m.right_full[at[2]], at[3])
+                T.fence_proxy_async()
+                if fresh == 0:
+                    release(m.p_full, (turn + 1) % 2, 4)  # the last block's, by the same fence
+                if lefts == rights:
                     score_keys(m, s, q, at, "true, true")
                 else:  # the right half comes later
                     score_keys(m, s, q, at, "true, false")
                     T.barrier_wait(m.right_full[at[2]], at[3])
+                    T.fence_proxy_async()
                     score_keys(m, s, q, at, "false, true")
+                fresh = 0
                 count = field(m.block, at[0], 0)
                 flags = field(m.block, at[0], 1)
                 release(m.left_free, at[0], 32, 16)  # what was said of it; its keys, by the multiplier
@@ -254,9 +262,9 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 if flags >= LAST:
                     release(m.scored, (turn + 1) % 2)  # of the next query, nothing to wait for
                 softmax(g, m, s, top, total, count, flags, turn)
-                T.fence_proxy_async()
-                release(m.p_full, turn % 2, 4)
                 if flags >= LAST:
+                    T.fence_proxy_async()
+                    release(m.p_full, turn % 2, 4)
                     close(g, m, top, total, query, t, h0)
                     release(m.closed, query % 2, 4)
                     query += 1
