@@ -153,10 +153,10 @@ template <int kColumns, int kFirst> void check_sums(int kind, int dim, int colum
         units[(first + r) * dim + column + c] += int64_t(nearbyint(many));
       }
     launch(128, [&] {
-      float scale[2], *own = &tile[threadIdx.x * 32];
-      scales_of(scale, scales.data(), row, first);
-      peel_rows<kColumns, kFirst>(own, scale, expected, scales.data(), whole.data(), row, first, dim, column);
-      add_units<kColumns, kFirst>(own, scale, table.data(), row, first, dim, column);
+      float scale[4];
+      scales_of(scale, expected, scales.data(), row, first);
+      add_units<kColumns, kFirst>(&tile[threadIdx.x * 32], scale, scales.data(), table.data(), whole.data(), row, first,
+                                  dim, column);
     });
   }
   CHECK(scales == before, "kind %d: a row became NaN", kind);

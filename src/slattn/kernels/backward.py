@@ -65,7 +65,7 @@ def backward(config: BackwardConfig) -> Any:
         """Add a block's rows of dKV, of the columns from `column` on, to the keys'."""
         if exact:
             part = tile.shape[1] * 4 // warps, 0
-            add_exactly(g, tile, g.scale, g.expected[0], row_s, buffer, first, column, part, dim)
+            add_exactly(g, tile, g.scale, row_s, buffer, first, column, part, dim)
         else:
             reduce_rows(tile, g.grad_kv, row_s, buffer, first, column, warps)
 
@@ -99,7 +99,7 @@ def backward(config: BackwardConfig) -> Any:
                 grad_kv=GradKV,
                 scales=Scales,
                 whole=Whole,
-                scale=T.alloc_local((2,), FP32),
+                scale=T.alloc_local((4,), FP32),
                 expected=T.alloc_local((1,), FP32),
             )
             q_s = T.alloc_shared((head_tile, dim), BF16)
@@ -172,7 +172,7 @@ def backward(config: BackwardConfig) -> Any:
                     T.sync_threads()
                     gather_rows(slot, KV, kv_s, row_s, (b + 1) % 2, first, keys, tx, threads)
                     if exact:
-                        read_scales(g, g.scale, row_s, b % 2, first)
+                        read_scales(g, g.scale, g.expected[0], row_s, b % 2, first)
                     # reduce_rows wants a warp to hold 16 rows, and each 4 warps a share of the columns: FullRow.
                     for c in T.serial(value_dim // chunk if config.dkv else 0):
                         columns = slice(c * chunk, (c + 1) * chunk)

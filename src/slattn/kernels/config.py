@@ -134,7 +134,9 @@ class HopperBackwardConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread of the front and of a back group; a launch of 384 threads has 168 each to share out."""
-        return (152, 176) if self.head_dim == self.value_dim else (176, 160)
+        if self.head_dim > self.value_dim:
+            return 176, 160
+        return (168, 168) if self.deterministic else (152, 176)
 
     @property
     def score_buffers(self) -> int:

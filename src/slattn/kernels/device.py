@@ -168,12 +168,13 @@ def reduce_rows(tile: Any, table: Any, rows: Any, buffer: Any, first: Any, colum
 
 
 @T.macro
-def read_scales(g: Any, scale: Any, rows: Any, buffer: Any, first: Any):
-    """scale[0:2] = those of the two rows of a block that a thread has in an accumulator."""
+def read_scales(g: Any, scale: Any, expected: Any, rows: Any, buffer: Any, first: Any):
+    """scale[0:2] = those of the two rows of a block that a thread has in an accumulator, scale[2:4] their limits."""
     T.call_extern(
         "handle",
         "slattn::scales_of",
         scale.data,
+        expected,
         T.access_ptr(g.scales, "r"),
         T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),
         T.cast(first, "int64"),
@@ -182,37 +183,17 @@ def read_scales(g: Any, scale: Any, rows: Any, buffer: Any, first: Any):
 
 @T.macro
 def add_exactly(
-    g: Any,
-    tile: Any,
-    scale: Any,
-    expected: Any,
-    rows: Any,
-    buffer: Any,
-    first: Any,
-    column: Any,
-    part: tuple[int, int],
-    dim: int,
+    g: Any, tile: Any, scale: Any, rows: Any, buffer: Any, first: Any, column: Any, part: tuple[int, int], dim: int
 ):
     """Add columns of an accumulator, `part`: how many and from which on, in the units of their rows."""
-    T.call_extern(
-        "handle",
-        f"slattn::peel_rows<{part[0]}, {part[1]}>",
-        tile.data,
-        scale.data,
-        expected,
-        T.access_ptr(g.scales, "rw"),
-        T.access_ptr(g.whole, "rw"),
-        T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),
-        T.cast(first, "int64"),
-        dim,
-        column,
-    )
     T.call_extern(
         "handle",
         f"slattn::add_units<{part[0]}, {part[1]}>",
         tile.data,
         scale.data,
+        T.access_ptr(g.scales, "rw"),
         T.access_ptr(g.grad_kv, "rw"),
+        T.access_ptr(g.whole, "rw"),
         T.access_ptr(rows[buffer, 0], "r", rows.shape[1]),
         T.cast(first, "int64"),
         dim,

@@ -131,49 +131,15 @@ __device__ __forceinline__ unsigned this_thread() {  // read anew: what comes of
   return x;
 }
 
-// scales_of brings the scales of the two rows of an accumulator tile of [64, ..] of which a thread has columns.
-__device__ __forceinline__ void scales_of(float* scale, const float* scales, const int* rows, int64_t first) {
+// scales_of brings the scales of the two rows of an accumulator tile of [64, ..] of which a thread has columns, and
+// their limits.
+__device__ __forceinline__ void scales_of(float* scale, float expected, const float* scales, const int* rows,
+                                          int64_t first) {
   const unsigned t = this_thread();
 #pragma unroll
-  for (int half = 0; half < 2; half++)
-    scale[half] = __ldg(scales + first + max(rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4], 0));
-}
-
-// peel_rows moves, of columns from the kFirst-th on of such a tile of fp32, which stands for the columns of dkv from
-// `column` on, the numbers beyond the limit into the table `whole`. One of more than 2^42 units, or that is none, makes
-// the row's scale NaN, and with it the whole row.
-template <int kColumns, int kFirst>
-__device__ __forceinline__ void peel_rows(float* tile, const float* scale, float expected, float* scales, void* whole,
-                                          const int* rows, int64_t first, int dim, int column) {
-#pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float limit = limit_of(expected, scale[half]);
-    float* f = tile + kFirst / 2 + half * 2;
-    float squares[2] = {0.f, 0.f};  // cheaper than the largest; where limit^2 is no normal float it says nothing
-#pragma unroll
-    for (int i = 0; i < kColumns / 4; i++) {
-      const float x = f[i / 2 * 4 + i % 2];
-      squares[i % 2] = fmaf(x, x, squares[i % 2]);
-    }
-    if (__builtin_expect(!(squares[0] + squares[1] < limit * limit), 0)) {
-      const unsigned t = this_thread();
-      const int row = rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4];
-      if (row < 0) continue;
-      const int64_t at = first + row;
-      auto* to = static_cast<unsigned long long*>(whole) + at * dim + column + kFirst + t % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kColumns / 4; i++) {
-        float& x = f[i / 2 * 4 + i % 2];
-        if (!(fabsf(x) < limit)) {
-          const float units = x * scale[half];
-          if (fabsf(units) < 0x1p42f)  // 2^20 of these fit in 62 bits
-            atomicAdd(to + i / 2 * 8 + i % 2, static_cast<unsigned long long>(__float2ll_rn(units)));
-          else
-            scales[at] = NAN;
-          x = 0.f;
-        }
-      }
-    }
+    scale[half] = __ldg(scales + first + max(rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4], 0));
+    scale[2 + half] = limit_of(expected, scale[half]);
   }
 }
 
@@ -183,16 +149,65 @@ __device__ __forceinline__ void add_pair(bool counts, char* to, unsigned low, un
                ::"l"(to), "r"(low), "r"(high), "r"((int)counts) : "memory");
 }
 
+__device__ __forceinline__ void add_word(void* to, unsigned long long word) {
+  add_pair(true, static_cast<char*>(to), static_cast<unsigned>(word), static_cast<unsigned>(word >> 32));
+}
+
+// A number x of units goes as the bits of the float 1.5 * 2^23 + x, which are those of 1.5 * 2^23, plus x: `sum_of`
+// takes away what that is for all parts of a row.
+constexpr unsigned long long kZero = 0x4b400000;
+
+__device__ __forceinline__ unsigned units_of(float x, float scale) {
+  return __float_as_uint(__fmaf_rn(x, scale, 12582912.f));
+}
+
+// peel_rows moves, of columns from the kFirst-th on of such a tile of fp32, which stands for the columns of dkv from
+// `column` on, the numbers beyond the limit from `table` into the table `whole`. One of more than 2^42 units, or that
+// is none, makes the row's scale NaN, and with it the whole row. Seldom called, and short: one number at a time.
+template <int kColumns, int kFirst>
+__device__ __forceinline__ void peel_rows(const float* tile, const float* scale, float* scales, void* table,
+                                          void* whole, const int* rows, int64_t first, int dim, int column) {
+  const unsigned t = this_thread();
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int row = rows[t / 32 % 4 * 16 + half * 8 + t % 32 / 4];
+    const int64_t number = (first + row) * dim + column + kFirst;
+    unsigned beyond = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns / 4; i++)
+      if (!(fabsf(tile[kFirst / 2 + i / 2 * 4 + half * 2 + i % 2]) < scale[2 + half])) beyond |= 1u << i;
+    if (row < 0 || !(scale[half] > 0.f)) continue;
+#pragma unroll 1
+    while (beyond) {
+      const int next = 31 - __clz(beyond);
+      beyond ^= 1u << next;
+      float x = 0.f;
+#pragma unroll
+      for (int i = 0; i < kColumns / 4; i++)
+        if (i == next) x = tile[kFirst / 2 + i / 2 * 4 + half * 2 + i % 2];
+      const float units = x * scale[half];
+      if (!(fabsf(units) < 0x1p42f)) {  // 2^20 of these fit in 62 bits
+        scales[first + row] = NAN;
+        break;
+      }
+      const int word = next / 8 * 16 + next / 2 % 2 * 8 + next / 4 % 2 * 4 + t % 4;  // word_of in collect.py
+      add_word(static_cast<int64_t*>(whole) + number + next / 2 * 8 + t % 4 * 2 + next % 2,
+               static_cast<unsigned long long>(__float2ll_rn(units)));
+      add_word(static_cast<int64_t*>(table) + number / 2 + word, (kZero - units_of(x, scale[half])) << next % 2 * 32);
+    }
+  }
+}
+
 // add_units adds those columns, in units, to the rows of `table`, which keeps every 32 columns as 16 integers of two
 // (see `word_of` in collect.py). The quads of two rows exchange half of theirs, so that an instruction of a warp covers
-// 4 rows x 64 bytes. A number x of units goes as the bits of the float 1.5 * 2^23 + x, which are those of 1.5 * 2^23,
-// plus x: `sum_of` takes away what that is for all parts of a row.
+// 4 rows x 64 bytes. Whether a number is beyond its limit is asked last, beside the additions: these can be taken back.
 template <int kColumns, int kFirst>
-__device__ __forceinline__ void add_units(const float* tile, const float* scale, void* table, const int* rows,
-                                          int64_t first, int dim, int column) {
+__device__ __forceinline__ void add_units(const float* tile, const float* scale, float* scales, void* table,
+                                          void* whole, const int* rows, int64_t first, int dim, int column) {
   const unsigned t = this_thread();
   const bool odd = t & 4;
   auto* to = static_cast<char*>(table) + (first * dim + column + kFirst) * 4 + t % 8 * 8;
+  float squares[2] = {0.f, 0.f};  // cheaper than the largest; where limit^2 is no normal float it says nothing
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int2 row = *reinterpret_cast<const int2*>(rows + t / 32 % 4 * 16 + half * 8 + t % 32 / 8 * 2);
@@ -204,21 +219,22 @@ __device__ __forceinline__ void add_units(const float* tile, const float* scale,
       unsigned kept[2], got[2];
 #pragma unroll
       for (int k = 0; k < 2; k++) {
-        const unsigned low = __float_as_uint(__fmaf_rn(f[k], scale[half], 12582912.f));
-        const unsigned high = __float_as_uint(__fmaf_rn(f[8 + k], scale[half], 12582912.f));
+        const unsigned low = units_of(f[k], scale[half]), high = units_of(f[8 + k], scale[half]);
         kept[k] = odd ? high : low;
         got[k] = __shfl_xor_sync(0xffffffffu, odd ? low : high, 4);
+        squares[half] = fmaf(f[8 + k], f[8 + k], fmaf(f[k], f[k], squares[half]));
       }
       add_pair(row.x >= 0, even + i * 64, odd ? got[0] : kept[0], odd ? got[1] : kept[1]);
       add_pair(row.y >= 0, uneven + i * 64, odd ? kept[0] : got[0], odd ? kept[1] : got[1]);
     }
   }
+  if (__builtin_expect(!(squares[0] < scale[2] * scale[2] && squares[1] < scale[3] * scale[3]), 0))
+    peel_rows<kColumns, kFirst>(tile, scale, scales, table, whole, rows, first, dim, column);
 }
 
 // sum_of is a column's sum, out of the integer that it shares with another (`high`: its upper half) and its `whole`.
 __device__ __forceinline__ float sum_of(int64_t word, int parts, bool high, float scale, int64_t whole) {
-  const unsigned long long ones = 0x4b400000;  // the bits of 1.5 * 2^23
-  const auto both = static_cast<int64_t>(static_cast<unsigned long long>(word) - parts * (ones << 32 | ones));
+  const auto both = static_cast<int64_t>(static_cast<unsigned long long>(word) - parts * (kZero << 32 | kZero));
   const int low = static_cast<int>(both);
   const int64_t sum = whole + (high ? (both - low) >> 32 : low);
   return __fdiv_rn(static_cast<float>(sum), scale);

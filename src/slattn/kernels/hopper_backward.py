@@ -64,8 +64,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             m.task[task % 8, 0] = t
             m.task[task % 8, 1] = T.truncmod(g.bx + task * g.sms, g.groups) * HEADS
             m.task[task % 8, 2] = g.counts[t]
-            if config.deterministic:
-                m.expected[task % 4] = g.expected[t]
 
     @T.macro
     def load_query(g: Any, m: Any, c: int, task: Any):
@@ -237,14 +235,42 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             store_query(g, m, dq, task, 2 * SHARE)
 
     @T.macro
-    def chunk(m: Any, dkv: Any, buffer: Any, column: Any):
-        """Issue dkv = P^T dO + dS^T Q for the columns from `column` on, as many as dkv has."""
+    def chunk(m: Any, dkv: Any, buffer: Any, column: Any, both: bool):
+        """Issue dkv = P^T dO + dS^T Q for the columns from `column` on, as many as dkv has; not `both`: the second."""
         width = dkv.shape[1]
-        if column < value_dim:
+        if both:
             T.wgmma_gemm(m.p[buffer, :, :], m.do[:, column : column + width], dkv, transpose_A=True, clear_accum=True)
-        T.wgmma_gemm(
-            m.ds[buffer, :, :], m.q[:, column : column + width], dkv, transpose_A=True, clear_accum=column >= value_dim
-        )
+        T.wgmma_gemm(m.ds[buffer, :, :], m.q[:, column : column + width], dkv, transpose_A=True, clear_accum=not both)
+
+    @T.macro
+    def query_share(m: Any, dq: Any, buffer: Any, b: Any, group: int):
+        """Issue a back group's share of dQ."""
+        T.wgmma_gemm(m.ds[buffer, :, :], m.kv[:, group * SHARE : (group + 1) * SHARE], dq, clear_accum=b == 0)
+
+    @T.macro
+    def add(g: Any, m: Any, dkv: Any, scale: Any, step: Any, column: Any, part: tuple[int, int]):
+        """Add columns of a chunk, `part`: how many and from which on."""
+        if config.deterministic:
+            add_exactly(g, dkv, scale, m.rows, T.truncmod(step, 3), 0, column, part, dim)
+        else:
+            T.call_extern(
+                "handle",
+                f"slattn::add_rows<{part[0]}, {part[1]}, {column + part[1]}, {dim}>",
+                dkv.data,
+                T.access_ptr(g.grad_kv, "rw"),
+                T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
+            )
+
+    @T.macro
+    def later_chunk(g: Any, m: Any, dkv: Any, scale: Any, step: Any, last: Any, c: Any, group: int):
+        """Form a back group's half of a piece of dKV that is not a block's first, and add it."""
+        chunk(m, dkv, step % buffers, c * PIECE + group * 64, True)
+        T.wait_wgmma(0)
+        if last:
+            arrive(m.query_free, c)
+        if c + 1 == value_dim // PIECE:
+            arrive(m.scores_free, step % buffers)
+        add(g, m, dkv, scale, step, c * PIECE + group * 64, (64, 0))
 
     @T.macro
     def back(g: Any, m: Any, group: int):
@@ -254,65 +280,40 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         """
         dq = T.alloc_fragment((HEADS, SHARE), FP32)
         dkv = T.alloc_fragment((BLOCK, 64), FP32)
-        scale = T.alloc_local((2,), FP32)
+        scale = T.alloc_local((4,), FP32)
         step = T.alloc_var(INT32, 0)
-        chunks = [(c, c * PIECE + group * 64, (0, 64)) for c in range(value_dim // PIECE)]
-        if dim > value_dim:
-            chunks.insert(0, (len(pieces) - 1, value_dim, (group * 32, 32)))
+        both = dim == value_dim
+        first_piece, column = (0, group * 64) if both else (len(pieces) - 1, value_dim)
         for task in T.serial(g.tasks):
             blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
                 T.barrier_wait(m.scores_full, step % 2)
                 if config.deterministic:
-                    read_scales(g, scale, m.rows, T.truncmod(step, 3), 0)
-                for i, (c, column, part) in tuple(enumerate(chunks)):
-                    if i == 0 and group == 1:
-                        chunk(m, dkv, step % buffers, column)
-                    if i == 0:
-                        T.wgmma_gemm(
-                            m.ds[step % buffers, :, :],
-                            m.kv[:, group * SHARE : (group + 1) * SHARE],
-                            dq,
-                            clear_accum=b == 0,
-                        )
-                    if i > 0 or group == 0:
-                        chunk(m, dkv, step % buffers, column)
-                    if i == 0 and group == 0:
-                        T.wait_wgmma(1 if column >= value_dim else 2)
-                        arrive(m.key_free, group)
-                        if b + 1 == blocks:
-                            store_query(g, m, dq, task, group * SHARE)
-                    T.wait_wgmma(0)
-                    if i == 0 and group == 1:
-                        arrive(m.key_free, group)
+                    read_scales(g, scale, g.expected[m.task[task % 8, 0]], m.rows, T.truncmod(step, 3), 0)
+                if group == 0:
+                    query_share(m, dq, step % buffers, b, group)
+                    chunk(m, dkv, step % buffers, column, both)
+                    T.wait_wgmma(2 if both else 1)
+                    arrive(m.key_free, group)
                     if b + 1 == blocks:
-                        arrive(m.query_free, c)
-                    if i + 1 == len(chunks):
-                        arrive(m.scores_free, step % buffers)
-                    first, width = part
-                    if config.deterministic:
-                        add_exactly(
-                            g,
-                            dkv,
-                            scale,
-                            m.expected[task % 4],
-                            m.rows,
-                            T.truncmod(step, 3),
-                            0,
-                            column,
-                            (width, first),
-                            dim,
-                        )
-                    else:
-                        T.call_extern(
-                            "handle",
-                            f"slattn::add_rows<{width}, {first}, {column + first}, {dim}>",
-                            dkv.data,
-                            T.access_ptr(g.grad_kv, "rw"),
-                            T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
-                        )
-                    if i == 0 and group == 1 and b + 1 == blocks:
                         store_query(g, m, dq, task, group * SHARE)
+                else:
+                    chunk(m, dkv, step % buffers, column, both)
+                    query_share(m, dq, step % buffers, b, group)
+                T.wait_wgmma(0)
+                if group == 1:
+                    arrive(m.key_free, group)
+                if b + 1 == blocks:
+                    arrive(m.query_free, first_piece)
+                add(g, m, dkv, scale, step, column, (64, 0) if both else (32, group * 32))
+                if group == 1 and b + 1 == blocks:
+                    store_query(g, m, dq, task, group * SHARE)
+                if config.deterministic:  # a loop: written out, the code does not fit in the cache of instructions
+                    for i in T.unroll(value_dim // PIECE - int(both), unroll_factor=1):
+                        later_chunk(g, m, dkv, scale, step, b + 1 == blocks, i + int(both), group)
+                else:
+                    for c in every_piece[int(both) : value_dim // PIECE]:
+                        later_chunk(g, m, dkv, scale, step, b + 1 == blocks, c, group)
                 step += 1
 
     @T.prim_func
@@ -373,7 +374,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 # before the tiles.
                 rows=T.alloc_shared((3, BLOCK), INT32, scope="shared"),
                 task=T.alloc_shared((8, 3), INT32, scope="shared"),
-                expected=T.alloc_shared((4,), FP32, scope="shared") if config.deterministic else None,
                 key_free=T.alloc_barrier([WARPS] * 2),
                 scores_full=T.alloc_barrier(WARPS),
                 scores_free=T.alloc_barrier([2 * WARPS] * buffers),
