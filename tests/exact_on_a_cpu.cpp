@@ -134,13 +134,13 @@ template <int kColumns, int kFirst> void check_sums(int kind, int dim, int colum
     row[i] = draw(-1, keys - 1);
     if (row[i] >= 0) parts[first + row[i]]++;
   }
-  const float largest = fminf(fmaxf(__int_as_float(size), 0x1p-60f), 0x1p90f);
+  const float largest = fminf(fmaxf(__int_as_float(size), 0x1p-96f), 0x1p90f);
   for (int n = 0; n < all; n++) scales[n] = unit_of(__float_as_int(largest), parts[n] * 128ll, parts[n]);
   const auto before = scales;
   std::map<int, int64_t> units;
   for (int b = 0; b < blocks; b++, row += 64) {
     std::vector<float> tile(128 * 32);
-    const float expected = fmaxf(largest * exp2f(-draw(0, 9)), 0x1p-60f);
+    const float expected = fmaxf(largest * exp2f(-draw(0, 9)), 0x1p-96f);
     for (int t = 0; t < 128; t++)
       for (int i = 0; i < 32; i++) {
         const int r = row[t / 32 * 16 + i / 2 % 2 * 8 + t % 32 / 4], c = i / 4 * 8 + t % 4 * 2 + i % 2;
@@ -234,8 +234,20 @@ void check_sinks() {
   }
 }
 
+// Gradients of 1e-25 have units as fine as others.
+void check_faint() {
+  const float lse[2] = {5, 5}, loud[2] = {64, 64}, faint[2] = {64e-25f, 64e-25f};
+  const float most = expected(9, loud, lse, lse, nullptr, false, 2, 1), least = expected(9, faint, lse, lse, nullptr, false, 2, 1);
+  CHECK(fabsf(least / most * 1e25f - 1.f) < 1e-5f, "%g and %g", most, least);
+  for (int parts : {1, 4096, 1 << 20}) {
+    const float ratio = unit_of(bits<int>(least), parts * 128ll, parts) / unit_of(bits<int>(most), parts * 128ll, parts);
+    CHECK(fabsf(ratio * 1e-25f - 1.f) < 1e-4f, "%d parts: %g", parts, ratio);
+  }
+}
+
 int main() {
   check_units();
+  check_faint();
   for (int kind = 0; kind < 5; kind++) {
     for (int size : {0, 0x10000000, 0x3f812345}) check_sums<64, 0>(kind, 64, 0, 3, size);
     check_sums<64, 0>(kind, 128, 64, 150, 0x3fffffff);

@@ -30,7 +30,7 @@ __device__ __forceinline__ float expected_part(int count, const float* norm, con
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
   }
   most = fmaxf(most, sum * rsqrtf(static_cast<float>(heads) * groups)) * fminf(2048.f / count, 4.f);
-  return fminf(fmaxf(most, 0x1p-60f), 0x1p90f);
+  return fminf(fmaxf(most, 0x1p-96f), 0x1p90f);
 }
 
 // for_slots calls f(row in the window, query) for each slot that counts of a share of the queries, a warp a query.
@@ -112,7 +112,7 @@ __device__ __forceinline__ void weigh(const int* indices, const int* lengths, co
 // that number of parts has stands in the low bits of the scale's mantissa.
 __device__ __forceinline__ float unit_of(int size, int64_t weight, int parts) {
   const int bits = 32 - __clz(parts);
-  const float all = fmaxf(__int_as_float(size), 0x1p-60f) * (static_cast<float>(weight) / 128.f + 0x1p-7f);
+  const float all = fmaxf(__int_as_float(size), 0x1p-96f) * (static_cast<float>(weight) / 128.f + 0x1p-7f);
   const float units = fminf(fmaf(-0.5f, static_cast<float>(parts), 0x1.f6p30f), 0x1p21f * static_cast<float>(parts));
   const float scale = __fdiv_rn(fmaxf(units, 1.f), all) * __int_as_float((max(bits - 12, 0) + 127) << 23);
   return __int_as_float((__float_as_int(scale) & ~31) | bits);
