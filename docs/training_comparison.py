@@ -100,6 +100,8 @@ def train(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """One run: its losses, seconds and held-out loss, hashes of its last weights, errors of gradients."""
     if options.device.startswith("cuda"):
         quiet_tilelang()
+    else:
+        torch.set_num_threads(1)  # runs side by side have the cores already
     exact = name in ("deterministic", "resumed")
     with deterministic() if exact else contextlib.nullcontext():
         return trained(options, name, "reference" if name in ("reference", "nudged") else options.backend)

@@ -1,4 +1,4 @@
-"""What every test gets: a seed of its own, poisoned fresh memory, the rules about GPU tests; how many calls were random."""
+"""What every test gets: a seed of its own, poisoned memory, the rule about GPU tests; how random calls are told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMISED_GPUS = int(os.environ.get("SLATTN_REQUIRE_GPU") or 0)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU, or gpu(2) two, where there are fewer; fail it where SLATTN_REQUIRE_GPU promises as many."""
+    """Skip what needs a GPU, or gpu(2) two, where there are fewer; fail where SLATTN_REQUIRE_GPU promises as many."""
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return

@@ -254,6 +254,59 @@ def assert_close(
     return shares
 
 
+# Faults: each is a way to run another call than the one that was meant.
+def lengths_ignored(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, topk_length=None)
+
+
+def the_last_key_for_fillers_past_it(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, indices=inputs.indices.clamp(max=inputs.kv.shape[-2] - 1))
+
+
+def key_0_for_fillers_below_it(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, indices=inputs.indices.clamp(min=0))
+
+
+def indices_cut_to_32_bits(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, indices=inputs.indices.int())
+
+
+def keys_named_twice_counted_once(inputs: Inputs) -> Inputs:
+    first = (inputs.indices[..., None, :] == inputs.indices[..., None]).int().argmax(-1)  # where each stands first
+    again = first < torch.arange(inputs.indices.shape[-1])
+    return dataclasses.replace(inputs, indices=inputs.indices.masked_fill(again & counting_slots(inputs), -1))
+
+
+def no_sink(inputs: Inputs) -> Inputs:
+    return inputs if inputs.attn_sink is None else dataclasses.replace(inputs, attn_sink=inputs.attn_sink - torch.inf)
+
+
+def gradients_as_if_contiguous(inputs: Inputs) -> Inputs:
+    x = inputs.grad_out
+    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return (
+        dataclasses.replace(inputs, grad_out=x.as_strided(x.shape, x.contiguous().stride()))
+        if room >= x.numel()
+        else inputs
+    )
+
+
+def no_gradient_of_lse(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, grad_lse=None)
+
+
+FAULTS = (
+    lengths_ignored,
+    the_last_key_for_fillers_past_it,
+    key_0_for_fillers_below_it,
+    indices_cut_to_32_bits,
+    keys_named_twice_counted_once,
+    no_sink,
+    gradients_as_if_contiguous,
+    no_gradient_of_lse,
+)
+
+
 def main() -> int:
     """Compile; what does not, the tests tell."""
     arch = architecture(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -17,7 +18,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given
 
-from properties import KERNELS, TENSORS, Call, assert_close, build, calls, dense, flattened, shaped_as, tensors, upcast
+import conftest
+from properties import (
+    FAULTS,
+    KERNELS,
+    TENSORS,
+    Call,
+    assert_close,
+    build,
+    calls,
+    dense,
+    flattened,
+    shaped_as,
+    tensors,
+    upcast,
+)
 from slattn import backends
 from slattn.backends import tilelang
 from slattn.testing import CASE_BUDGETS, Inputs, Results, counting_slots, oracle
@@ -102,57 +117,7 @@ def test_other_forms_of_a_call(call: Call, floats: bool):
     assert_close(shaped_as(got, inputs), oracle(inputs), dense(inputs)[1], BF16)
 
 
-# Faults: each is a way to run another call than the one that was meant.
-def lengths_ignored(inputs: Inputs) -> Inputs:
-    return replace(inputs, topk_length=None)
-
-
-def the_last_key_for_fillers_past_it(inputs: Inputs) -> Inputs:
-    return replace(inputs, indices=inputs.indices.clamp(max=inputs.kv.shape[-2] - 1))
-
-
-def key_0_for_fillers_below_it(inputs: Inputs) -> Inputs:
-    return replace(inputs, indices=inputs.indices.clamp(min=0))
-
-
-def indices_cut_to_32_bits(inputs: Inputs) -> Inputs:
-    return replace(inputs, indices=inputs.indices.int())
-
-
-def keys_named_twice_counted_once(inputs: Inputs) -> Inputs:
-    first = (inputs.indices[..., None, :] == inputs.indices[..., None]).int().argmax(-1)  # where each stands first
-    again = first < torch.arange(inputs.indices.shape[-1])
-    return replace(inputs, indices=inputs.indices.masked_fill(again & counting_slots(inputs), -1))
-
-
-def no_sink(inputs: Inputs) -> Inputs:
-    return inputs if inputs.attn_sink is None else replace(inputs, attn_sink=inputs.attn_sink - torch.inf)
-
-
-def gradients_as_if_contiguous(inputs: Inputs) -> Inputs:
-    x = inputs.grad_out
-    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    return replace(inputs, grad_out=x.as_strided(x.shape, x.contiguous().stride())) if room >= x.numel() else inputs
-
-
-def no_gradient_of_lse(inputs: Inputs) -> Inputs:
-    return replace(inputs, grad_lse=None)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lengths_ignored,
-        the_last_key_for_fillers_past_it,
-        key_0_for_fillers_below_it,
-        indices_cut_to_32_bits,
-        keys_named_twice_counted_once,
-        no_sink,
-        gradients_as_if_contiguous,
-        no_gradient_of_lse,
-    ],
-    ids=lambda fault: fault.__name__,
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_hundred_calls_find(fault: Callable[[Inputs], Inputs]):
     @hypothesis.settings(on_cpu, max_examples=100, phases=[Phase.generate])
     @given(calls())
@@ -358,6 +323,21 @@ def test_invariance_of_the_kernels(backend: str, part: int, way: Way, drawn: Cal
 @given(calls(dims=(64, 512)))
 def test_the_checks_pass_a_kernel_that_rounds_once(way: Way | None, call: Call):
     assert set(check_against_float64("model", way, call)) >= {"out", "lse", "dq", "dkv"}
+
+
+def test_the_calls_are_counted(monkeypatch: pytest.MonkeyPatch):
+    def report(calls: int, share: float, when: str = "call") -> types.SimpleNamespace:
+        told = {"name": "tilelang", "calls": calls, "shares": {"dq": share}}
+        return types.SimpleNamespace(when=when, user_properties=[("random calls", told)])
+
+    monkeypatch.setenv("SLATTN_SEED", "5")
+    lines: list[str] = []
+    stats = {"passed": [report(1000, 0.25), report(100, 0.5)], "failed": [report(7, 0.125), report(9, 0.5, "teardown")]}
+    conftest.pytest_terminal_summary(types.SimpleNamespace(stats=stats, section=lines.append, line=lines.append))
+    assert lines[1:] == [
+        "  1,107 tilelang; of a budget at most: dq 0.50",
+        "  1,107 in all, SLATTN_SEED=5; 1 tests of them failed",
+    ]
 
 
 def same_bits(call: Call) -> dict[str, float]:
