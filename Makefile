@@ -1,15 +1,19 @@
-# make demo | test | test-gpu | bench | sanitize | lint     each sets up what it needs, then runs; a second call installs
-# nothing. The set-up is a virtual environment in .venv with the versions of requirements/.
+# make demo | test | test-gpu | random-cases | bench | sanitize | lint     each sets up what it needs, then runs; a
+# second call installs nothing. The set-up is a virtual environment in .venv with the versions of requirements/.
 #
 #   PYTHON=python3          use that interpreter as it is and install nothing (a GPU machine without a network)
 #   TORCH_INDEX=URL         an index of PyTorch builds to look at besides PyPI, such as that of the CPU builds
 #   ARGS="..."              arguments for the program that runs: `make bench ARGS="--quick"`, `make test ARGS="-k sink"`
 #   SANITIZER=PATH          the compute-sanitizer that `make sanitize` runs, where it finds none or the wrong one
 #   JOBS=N                  processes that `make test` runs (2)
+#   GPUS=N                  GPUs that `make test-gpu` may count on (1): no test is skipped for want of as many
+#   EXAMPLES=N              calls of each of its 20 properties that `make random-cases` draws (1000)
 
 VENV := .venv
 JOBS ?= 2
 ARGS ?=
+GPUS ?= 1
+EXAMPLES ?= 1000
 export PYTHONUNBUFFERED := 1
 
 ifdef PYTHON
@@ -23,7 +27,7 @@ PARALLEL = -n $(JOBS)
 ready = $(VENV)/$(1).stamp
 endif
 
-.PHONY: demo test test-gpu bench sanitize lint
+.PHONY: demo test test-gpu random-cases bench sanitize lint
 .NOTPARALLEL:
 
 demo: $(call ready,demo)
@@ -34,7 +38,13 @@ test: $(call ready,test)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" $(PARALLEL) $(ARGS)
 
 test-gpu: $(call ready,gpu)
-	SLATTN_REQUIRE_GPU=1 $(RUN) -m pytest -m gpu $(ARGS)
+	SLATTN_REQUIRE_GPU=$(GPUS) $(RUN) -m pytest -m gpu $(ARGS)
+
+# SLATTN_SEED, which the last line tells, gives the same calls again. The kernels are compiled first, each once.
+random-cases: $(call ready,gpu)
+	$(RUN) tests/properties.py
+	SLATTN_REQUIRE_GPU=1 SLATTN_EXAMPLES=$(EXAMPLES) OMP_NUM_THREADS=1 $(RUN) -m pytest -q -m gpu \
+	    tests/test_properties.py -n auto --dist worksteal $(ARGS)
 
 bench: $(call ready,gpu)
 	$(RUN) -m slattn bench $(ARGS)

@@ -2,30 +2,44 @@
 
 python docs/training_comparison.py --steps 2000 --out out/comparison                      # on a GPU: tilelang
 python docs/training_comparison.py --steps 20 --device cpu --backend reference            # whether it works
-python docs/training_comparison.py --head-dim 512 --deterministic                         # two runs, bit for bit
+python docs/training_comparison.py --from out/comparison/comparison.json --out docs       # draws it elsewhere
 
-What rounding alone does to a run is seen in a third one: the reference again, with each weight at first changed by
-about one rounding to bfloat16. The backend's losses have to lie within twice that run's distance. Every hundred steps
-the gradients of one batch, at the backend's weights, are compared: each weight's may be off by five times what a
-nudge does to it, for the backend rounds in each layer. Writes comparison.json and comparison.png into --out; the exit
-status is 1 where a loss or a gradient is not finite, or lies further away.
+Five runs, a process each, spread over the GPUs there are:
+
+    backend        every hundred steps also the gradients of a batch, against the reference's at the same weights
+    reference
+    nudged         the reference again, each weight at first changed by about one rounding to bfloat16: what rounding
+                   alone does to a run
+    deterministic  the backend in deterministic mode
+    resumed        the same, stopped half way and gone on with from its checkpoint by a new trainer
+
+The backend's losses have to lie within twice the nudged run's distance of the reference's; each weight's gradient
+within five times what a nudge does to it, for the backend rounds in each layer; the last two runs have to end in the
+same bits. Writes comparison.json and comparison.png into --out; the exit status is 1 where something is not finite,
+lies further away, differs, or is not complete for --seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterable
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
+from slattn.commands.edge import quiet_tilelang
 from slattn.demo import data
 from slattn.demo.model import Config
 from slattn.demo.train import Trainer, device_name
@@ -34,6 +48,7 @@ OVER = 50  # steps in a mean of losses
 EVERY = 100  # steps between comparisons of gradients
 ROUNDING = 2.0**-9  # relative, of bfloat16
 COLOURS = {"backend": "#c2541b", "reference": "#2563a8", "nudged": "#8a8a8a"}
+RUNS = ("backend", "reference", "nudged", "deterministic", "resumed")
 
 
 def main() -> int:
@@ -42,79 +57,129 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="tilelang")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--head-dim", type=int, default=64, help="the kernels' deterministic mode begins at 512")
-    parser.add_argument("--deterministic", action="store_true", help="train twice instead: the same bits")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="when a run that is not done stops")
+    parser.add_argument("--jobs", type=int, default=len(RUNS), help="runs at once (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/comparison"))
+    parser.add_argument("--from", dest="saved", type=Path, help="draw this comparison.json and train nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.deterministic:
-        return same_bits(options)
-    report = compare(options)
-    (options.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, options.out / "comparison.png")
+    if options.saved:
+        report = json.loads(options.saved.read_text())
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products
+        with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            jobs = {name: pool.submit(train, options, name) for name in RUNS}
+            report = compared(options, {name: job.result() for name, job in jobs.items()})
+        (options.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
     print(summary(report))
+    try:
+        draw(report, options.out / "comparison.png")
+    except ModuleNotFoundError as error:
+        print(f"No picture: {error}. --from {options.out / 'comparison.json'} draws it where that is installed.")
     return 0 if report["passed"] else 1
 
 
-def trainer(options: argparse.Namespace, backend: str) -> Trainer:
-    corpus = data.load()
-    settings = argparse.Namespace(steps=options.steps, seed=options.seed, out=options.out, backend=backend)
+def trainer(options: argparse.Namespace, name: str, backend: str, folder: str = ".") -> Trainer:
+    """`folder`: where its checkpoint goes."""
+    corpus, device = data.load(), options.device
+    if device == "cuda" and name in RUNS:
+        device = f"cuda:{RUNS.index(name) % torch.cuda.device_count()}"
     made = Trainer(
-        Config(vocabulary=len(corpus.characters), head_dim=options.head_dim),
+        Config(vocabulary=len(corpus.characters), heads=options.heads, head_dim=options.head_dim),
         corpus,
-        settings,
-        torch.device(options.device),
+        argparse.Namespace(steps=options.steps, seed=options.seed, out=Path(folder), backend=backend),
+        torch.device(device),
     )
     made.backend()  # a backend that cannot run says so
     return made
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    runs = {"backend": trainer(options, options.backend), "reference": trainer(options, "reference")}
-    runs["nudged"] = trainer(options, "reference")
-    nudge(runs["nudged"])
-    scratch = trainer(options, "reference")
-    gradients = []
-    for step in range(options.steps):
-        if step % EVERY == 0 or step == options.steps - 1:
-            gradients.append({"step": step, **gradient_errors(runs["backend"], scratch)})
-        for run in runs.values():
-            run.one_step()
-    losses = {name: run.history["train"] for name, run in runs.items()}
-    apart = {name: distance(losses[name], losses["reference"]) for name in ("backend", "nudged")}
-    finite = all(map(math.isfinite, [loss for run in losses.values() for loss in run]))
-    finite = finite and all(math.isfinite(each["all"]) for each in gradients)
+def train(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """One run: its losses, seconds and held-out loss, hashes of its last weights, errors of gradients."""
+    if options.device.startswith("cuda"):
+        quiet_tilelang()
+    else:
+        torch.set_num_threads(1)  # runs side by side have the cores already
+    exact = name in ("deterministic", "resumed")
+    with deterministic() if exact else contextlib.nullcontext():
+        return trained(options, name, "reference" if name in ("reference", "nudged") else options.backend)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a launch more for each tensor that is made
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def trained(options: argparse.Namespace, name: str, backend: str) -> dict[str, Any]:
+    run = trainer(options, name, backend)
+    scratch = trainer(options, name, "reference") if name == "backend" else None
+    if name == "nudged":
+        nudge(run)
+    gradients, begun = [], time.monotonic()
+    while run.step < options.steps and time.monotonic() - begun < options.seconds:
+        if scratch is not None and (run.step % EVERY == 0 or run.step == options.steps - 1):
+            gradients.append({"step": run.step, **gradient_errors(run, scratch)})
+        if name == "resumed" and run.step == options.steps // 2:
+            with tempfile.TemporaryDirectory() as folder:
+                run.checkpoint = Path(folder) / run.checkpoint.name
+                run.save()
+                run = trainer(options, name, backend, folder)
+                run.restore()
+        run.one_step()
+        if run.step % 200 == 0:
+            print(f"{name}: {run.step} steps, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     return {
-        "passed": finite and apart["backend"] <= 2 * apart["nudged"] and all(each["excess"] <= 5 for each in gradients),
-        "finite": finite,
-        "apart": apart,
-        "held_out": {name: run.held_out_loss() for name, run in runs.items()},
+        "losses": run.history["train"],
+        "seconds": round(time.monotonic() - begun, 1),
+        "held_out": run.held_out_loss(),
+        "weights": {key: digest(value) for key, value in run.model.state_dict().items()},
         "gradients": gradients,
-        "losses": losses,
-        "steps": options.steps,
-        "seed": options.seed,
-        "backend": options.backend,
-        "device": device_name(torch.device(options.device)),
-        "torch": torch.__version__,
+        "device": device_name(run.device),
     }
 
 
-def same_bits(options: argparse.Namespace) -> int:
-    """Two runs in deterministic mode, and a third that stops half way and goes on from its checkpoint."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    runs = [trainer(options, options.backend) for _ in range(3)]
-    for step in range(options.steps):
-        if step == options.steps // 2:
-            runs[2].save()
-            runs[2] = trainer(options, options.backend)
-            runs[2].restore()
-        for run in runs:
-            run.one_step()
-    first, *others = ({**run.model.state_dict(), "losses": torch.tensor(run.history["train"])} for run in runs)
-    differ = sorted({name for other in others for name in first if not torch.equal(first[name], other[name])})
-    print(f"{options.steps} steps of {options.backend} twice, and once resumed: {differ or 'the same bits'}")
-    return 1 if differ else 0
+def digest(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def compared(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What comparison.json holds, from what `train` gave for each of RUNS."""
+    steps = min(len(run["losses"]) for run in runs.values())
+    losses = {name: run["losses"][:steps] for name, run in runs.items()}
+    gradients = runs["backend"]["gradients"]
+    apart = {name: distance(losses[name], losses["reference"]) for name in ("backend", "nudged")}
+    finite = all(math.isfinite(loss) for run in losses.values() for loss in run)
+    finite = finite and all(math.isfinite(each["all"]) for each in gradients)
+    once, again = runs["deterministic"], runs["resumed"]
+    differ = [name for name, bits in once["weights"].items() if bits != again["weights"][name]]
+    differ += ["losses"] * (once["losses"] != again["losses"])
+    near = apart["backend"] <= 2 * apart["nudged"] and all(each["excess"] <= 5 for each in gradients)
+    complete = steps == options.steps
+    return {
+        "passed": finite and near and complete and not differ,
+        "finite": finite,
+        "complete": complete,
+        "differ": differ,
+        "apart": apart,
+        "held_out": {name: run["held_out"] for name, run in runs.items()},
+        "seconds": {name: run["seconds"] for name, run in runs.items()},
+        "gradients": gradients,
+        "losses": losses,
+        "steps": steps,
+        "seed": options.seed,
+        "heads": options.heads,
+        "head_dim": options.head_dim,
+        "backend": options.backend,
+        "device": runs["backend"]["device"],
+        "torch": torch.__version__,
+    }
 
 
 def nudge(run: Trainer) -> None:
@@ -176,6 +241,8 @@ def distance(losses: list[float], reference: list[float]) -> float:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, apart, gradients = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.4, 1.4))
     names = {"backend": report["backend"], "reference": "reference", "nudged": "reference, weights nudged"}
@@ -206,14 +273,21 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def summary(report: dict[str, Any]) -> str:
-    largest, apart = max(report["gradients"], key=lambda each: each["all"]), report["apart"]
+    apart, worst = report["apart"], max(report["gradients"], key=lambda each: each["all"])
+    excess = max(each["excess"] for each in report["gradients"])
+    trained = sum(report["seconds"].values())
     return (
-        f"{report['steps']} steps on {report['device']}: losses of {report['backend']} are {apart['backend']:.2g} from "
-        f"the reference's, those of a nudged reference {apart['nudged']:.2g} (nats, root mean square).\n"
+        f"{report['steps']} steps on {report['device']}, {report['heads']} heads of {report['head_dim']}: losses of "
+        f"{report['backend']} are {apart['backend']:.2g} from the reference's, those of a nudged reference "
+        f"{apart['nudged']:.2g} (nats, root mean square).\n"
         f"Held out: {', '.join(f'{name} {loss:.4f}' for name, loss in report['held_out'].items())}.\n"
-        f"Gradients differ by {largest['all']:.2g} at most (step {largest['step']}); a weight's by "
-        f"{max(each['excess'] for each in report['gradients']):.2g} times what a nudge of the weights does to it.\n"
-        f"{'Passed' if report['passed'] else 'FAILED'}: {'all finite' if report['finite'] else 'NOT FINITE'}."
+        f"Gradients of {len(report['gradients'])} batches differ by {worst['all']:.2g} at most (step {worst['step']}); "
+        f"a weight's by {excess:.2g} times what a nudge of the weights does to it.\n"
+        f"Deterministic and resumed: {', '.join(report['differ']) or 'the same bits'}.\n"
+        f"{trained:.0f} s of training in {len(report['seconds'])} runs: "
+        f"{', '.join(f'{name} {seconds:.0f}' for name, seconds in report['seconds'].items())}.\n"
+        f"{'Passed' if report['passed'] else 'FAILED'}: {'all finite' if report['finite'] else 'NOT FINITE'}"
+        f"{'' if report['complete'] else ', CUT SHORT'}."
     )
 
 

@@ -1,14 +1,23 @@
-"""What tests/test_properties.py draws and compares with: random calls, and a dense formulation of the operation."""
+"""What tests/test_properties.py draws and compares with: random calls, and a dense formulation of the operation.
+
+`python tests/properties.py` compiles the kernels that the calls of KERNELS need on the GPU here, side by side.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
+import sys
+import time
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slattn.commands import ahead
+from slattn.kernels.config import VALUE_DIMS, Config, architecture, needed
 from slattn.testing import CASE_BUDGETS, INDEX_PATTERNS, LENGTHS, SINKS, Case, Inputs, Results, counting_slots
 from slattn.testing import make_inputs as case_inputs
 
@@ -67,6 +76,17 @@ def calls(draw: st.DrawFn, dims: tuple[int, ...] | None = None, positive: bool =
         {field.name: draw(st.sampled_from(LAYOUTS)) for field in dataclasses.fields(Inputs)},
         draw(st.integers(0, 2**32 - 1)),
     )
+
+
+KERNELS = {"tilelang": calls(dims=tuple(VALUE_DIMS)), "flashmla_cudnn": calls(dims=(512, 576), positive=True)}
+
+
+def kernels(arch: int) -> list[Config]:
+    """What the calls of "tilelang" run: a head count for each tile, with and without what changes a kernel."""
+    configs = []
+    for heads, head_dim, *flags in itertools.product((64, 32, 16), VALUE_DIMS, (False, True), (False, True)):
+        configs += needed(arch, heads, head_dim, grad_lse=flags[0], deterministic=flags[1])
+    return sorted(dict.fromkeys(configs), key=lambda config: -getattr(config, "head_dim", 0))
 
 
 def build(call: Call, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Inputs:
@@ -203,11 +223,15 @@ def dense(inputs: Inputs) -> tuple[Results, Results]:
     return shaped_as(truth, inputs), shaped_as(size, inputs)
 
 
-def assert_close(got: Results, want: Results, size: Results, budgets: dict[str, tuple[float, float]]) -> None:
+def assert_close(
+    got: Results, want: Results, size: Results, budgets: dict[str, tuple[float, float]]
+) -> dict[str, float]:
     """Each element within the first budget of its magnitude, each tensor's norm within the second.
 
     Exactly zero where the magnitude is; infinite where wanted; nowhere NaN. 1e-30: floats that a GPU takes for zero.
+    Returns the larger share of the two budgets that each tensor takes.
     """
+    shares = {}
     for name in TENSORS:
         x, y, magnitude = getattr(got, name), getattr(want, name), getattr(size, name)
         if y is None:
@@ -220,10 +244,78 @@ def assert_close(got: Results, want: Results, size: Results, budgets: dict[str, 
         error = torch.where(y.isinf(), (x != y) * math.inf, x - y).abs().nan_to_num_(0.0, math.inf)
         each, norm = budgets[name]
         floor = 1e-30 if name == "lse" or got.out.dtype != torch.float16 else 1e-6
-        worst = (error / (each * magnitude + floor)).amax() if error.numel() else 0.0
-        assert worst <= 1.0, f"{name}: an element {float(worst):.3g} times its budget"
-        assert error.norm() <= norm * magnitude.norm() + floor * error.numel(), (
-            f"{name}: relative to its magnitude {float(error.norm() / magnitude.norm()):.3g}"
-        )
+        worst = float((error / (each * magnitude + floor)).amax()) if error.numel() else 0.0
+        assert worst <= 1.0, f"{name}: an element {worst:.3g} times its budget"
+        whole = float(error.norm() / (norm * magnitude.norm() + floor * error.numel())) if error.numel() else 0.0
+        assert whole <= 1.0, f"{name}: relative to its magnitude {whole * norm:.3g}"
         if name != "lse":
             assert not x[(magnitude == 0) & ~y.isinf()].any(), f"{name}: not exactly zero"
+        shares[name] = max(worst, whole)
+    return shares
+
+
+# Faults: each is a way to run another call than the one that was meant.
+def lengths_ignored(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, topk_length=None)
+
+
+def the_last_key_for_fillers_past_it(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, indices=inputs.indices.clamp(max=inputs.kv.shape[-2] - 1))
+
+
+def key_0_for_fillers_below_it(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, indices=inputs.indices.clamp(min=0))
+
+
+def indices_cut_to_32_bits(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, indices=inputs.indices.int())
+
+
+def keys_named_twice_counted_once(inputs: Inputs) -> Inputs:
+    first = (inputs.indices[..., None, :] == inputs.indices[..., None]).int().argmax(-1)  # where each stands first
+    again = first < torch.arange(inputs.indices.shape[-1])
+    return dataclasses.replace(inputs, indices=inputs.indices.masked_fill(again & counting_slots(inputs), -1))
+
+
+def no_sink(inputs: Inputs) -> Inputs:
+    return inputs if inputs.attn_sink is None else dataclasses.replace(inputs, attn_sink=inputs.attn_sink - torch.inf)
+
+
+def gradients_as_if_contiguous(inputs: Inputs) -> Inputs:
+    x = inputs.grad_out
+    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    return (
+        dataclasses.replace(inputs, grad_out=x.as_strided(x.shape, x.contiguous().stride()))
+        if room >= x.numel()
+        else inputs
+    )
+
+
+def no_gradient_of_lse(inputs: Inputs) -> Inputs:
+    return dataclasses.replace(inputs, grad_lse=None)
+
+
+FAULTS = (
+    lengths_ignored,
+    the_last_key_for_fillers_past_it,
+    key_0_for_fillers_below_it,
+    indices_cut_to_32_bits,
+    keys_named_twice_counted_once,
+    no_sink,
+    gradients_as_if_contiguous,
+    no_gradient_of_lse,
+)
+
+
+def main() -> int:
+    """Compile; what does not, the tests tell."""
+    arch = architecture(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+    configs, begun = [] if arch is None else kernels(arch), time.monotonic()
+    with ahead.processes(len(os.sched_getaffinity(0))) as pool:
+        ahead.wait(ahead.submit(pool, [(ahead.compile_own, (config,)) for config in configs]), lambda: None)
+    print(f"{len(configs)} kernels compiled in {time.monotonic() - begun:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -203,11 +203,16 @@ def test_key_0_stays_where_fillers_are_many():
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_the_table_of_faults_names_what_is_there():
-    table = (ROOT / "docs" / "faults.md").read_text()
+@pytest.mark.parametrize(("document", "least"), [("faults.md", 50), ("reliability.md", 30)])
+def test_the_tables_name_what_is_there(document: str, least: int):
+    table = (ROOT / "docs" / document).read_text()
     tests = "".join(file.read_text() for file in (ROOT / "tests").glob("*.py"))
     named = re.findall(r"`(test_\w+)[*`]", table)
-    assert len(named) >= 50
+    assert len(named) >= least
     assert [name for name in named if f"def {name}" not in tests] == []
     cases = re.findall(r"`(?:case )?((?:indices|keys|length|sink|values|batch|queries)-[\w-]*)[*`]", table)
     assert [name for name in cases if not any(case.name.startswith(name) for case in CASES)] == []
+    files = re.findall(r"(?<![\w/])(test_\w+\.py)", table)
+    assert [name for name in files if not (ROOT / "tests" / name).exists()] == []
+    targets = re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)", table)
+    assert [name for name in targets if f"\n{name}: " not in (ROOT / "Makefile").read_text()] == []

@@ -98,11 +98,10 @@ def test_backward_runs_on_the_stream_of_its_forward(backend: str):
     assert relative_error(dkv, want.dkv) < 1e-4
 
 
+@pytest.mark.gpu(2)
 @BACKENDS
 def test_tensors_on_another_device_than_the_current(backend: str):
     """Results there, equal, and not a byte allocated on the current device."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     inputs = inputs_or_skip(backend)
     want = run(inputs, backend)
     there = replace(inputs, **{n: x.to("cuda:1") for n, x in vars(inputs).items() if isinstance(x, Tensor)})

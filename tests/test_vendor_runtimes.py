@@ -186,3 +186,14 @@ def test_the_self_test_runs_once_per_head_dimension(monkeypatch):
         problem = problem_with(device=torch.device("cpu"), head_dim=head_dim, slots=1)
         assert vendor_runtimes.self_test_failure(problem, flashmla_cudnn.forward, flashmla_cudnn.backward) is None
     assert len(dsa.calls) == 2
+
+
+def test_a_failed_self_test_is_overridden_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for name in ("flash_mla", "cudnn_dsa"):
+        monkeypatch.setattr(vendor_runtimes, name, lambda: vendor_runtimes.Runtime(object()))
+    monkeypatch.setattr(vendor_runtimes, "self_test_failure", lambda *arguments: "dkv is off by 1e11")
+    said = flashmla_cudnn.refusal(problem_with())
+    assert said == "dkv is off by 1e11; SLATTN_TRUST=flashmla_cudnn in the environment runs it all the same"
+    monkeypatch.setenv("SLATTN_TRUST", "flashmla_cudnn")
+    assert flashmla_cudnn.refusal(problem_with()) is None

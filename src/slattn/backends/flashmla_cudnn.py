@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ SLOT_ALIGNMENT, SLOT_ALIGNMENT_NV_DEV = 128, 512
 # exp(s - 1e30) is 0 for every logit, as it is at +inf; above 2.36e38 the product with log2(e) would overflow.
 LARGEST_SINK = 1e30
 SM90_KEY_BLOCK = 64  # keys that cuDNN's SM90 backward rounds up to
+TRUST = "SLATTN_TRUST"  # names of backends, in the environment, that run without their self-test
 NOT_DETERMINISTIC = "cuDNN's SM90 backward sums dkv with float32 atomics, so its gradients differ from run to run"
 
 
@@ -69,7 +71,10 @@ def refusal(problem: Problem) -> str | None:
     for runtime in (vendor_runtimes.flash_mla(), vendor_runtimes.cudnn_dsa()):
         if runtime.found is None:
             return runtime.missing
-    return vendor_runtimes.self_test_failure(problem, forward, backward)
+    if "flashmla_cudnn" in os.environ.get(TRUST, "").split(","):
+        return None
+    failure = vendor_runtimes.self_test_failure(problem, forward, backward)
+    return failure and f"{failure}; {TRUST}=flashmla_cudnn in the environment runs it all the same"
 
 
 def most_keys(head_dim: int) -> int:
