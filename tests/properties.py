@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slattn.commands import ahead
-from slattn.kernels.config import VALUE_DIMS, Config, architecture, needed
+from slattn.kernels.config import VALUE_DIMS, Config, architecture
+from slattn.kernels.needed import needed
 from slattn.testing import CASE_BUDGETS, INDEX_PATTERNS, LENGTHS, SINKS, Case, Inputs, Results, counting_slots
 from slattn.testing import make_inputs as case_inputs
 

@@ -17,11 +17,11 @@ from slattn.kernels.config import (
     HopperForwardConfig,
     architecture,
     backward_config,
-    claimed,
     forward_config,
     head_tiles,
     slot_probs_config,
 )
+from slattn.kernels.needed import claimed
 from slattn.kernels.nvcc import find_nvcc
 
 CLAIMED = claimed()

@@ -18,7 +18,8 @@ from slattn import testing
 from slattn.automodel.tilelang_sparse_mla_bwd import sparse_mqa_bwd_interface
 from slattn.automodel.tilelang_sparse_mla_fwd import sparse_mqa_fwd_interface
 from slattn.backends import exact, tilelang
-from slattn.kernels.config import Config, claimed
+from slattn.kernels.config import Config
+from slattn.kernels.needed import claimed
 from slattn.problem import describe
 
 # Both key sizes and a short one, one head tile and several, a last tile that is not full, slots and keys that fill no

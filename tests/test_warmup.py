@@ -21,9 +21,9 @@ from slattn.kernels.config import (
     TallyConfig,
     UnitsConfig,
     WeighConfig,
-    claimed,
     needed,
 )
+from slattn.kernels.needed import claimed
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ import torch
 
 from slattn import testing
 from slattn.commands.edge import quiet_tilelang
-from slattn.kernels.config import VALUE_DIMS, Config, architecture, needed
+from slattn.kernels.config import VALUE_DIMS, Config, architecture
+from slattn.kernels.needed import needed
 from slattn.peers import PEERS
 
 Job = tuple[Callable[..., None], tuple[Any, ...]]

@@ -18,7 +18,8 @@ from slattn.commands import ahead
 from slattn.commands.edge import UsageError
 from slattn.commands.progress import Progress
 from slattn.kernels import build
-from slattn.kernels.config import TARGETS, VALUE_DIMS, Config, architecture, claimed, needed, slot_probs_config
+from slattn.kernels.config import TARGETS, VALUE_DIMS, Config, architecture, slot_probs_config
+from slattn.kernels.needed import claimed, needed
 from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
 
 

@@ -18,108 +18,16 @@ FORWARD_PRELUDE = r"""
 namespace slattn {
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ const void* at(const void* bf16, int64_t index) {
-  return static_cast<const __nv_bfloat16*>(bf16) + index;
-}
-
-__device__ __forceinline__ void sync_group(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
-
 // arrive arrives at a barrier of TileLang's, several times at once.
 template <class Barrier>
 __device__ __forceinline__ void arrive(const Barrier& barrier, int count) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
 }
 
-// The gatherer has few registers, and its time is that of its instructions: it reads its thread's number once, and makes
-// what comes of it where that is used. `again` keeps the compiler from making it before a loop.
-__device__ __forceinline__ int own_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-__device__ __forceinline__ int again(int thread) {
-  asm volatile("mov.u32 %0, %0;" : "+r"(thread));
-  return thread;
-}
-
-// find_rows finds this thread's rows of Q, which lie one after the other, or of the keys whose numbers are in the ring.
-__device__ __forceinline__ void find_rows(int* source, bool query, int first, const int* ring, int size, int used,
-                                          int left, int thread) {
-  const int row = again(thread) / 8 % 16;
-#pragma unroll
-  for (int r = 0; r < 4; r++) source[r] = ring[(used + r * 16 + row) & (size - 1)];
-#pragma unroll
-  for (int r = 0; r < 4; r++) {
-    const int i = r * 16 + row;
-    source[r] = first + (i < left ? (query ? i : source[r]) : 0);
-  }
-}
-
-// copy_rows starts copying kTiles tiles of the columns from kColumn on of Q or of keys; zeros for rows from `left` on, of
-// which nothing is read.
-template <int kTiles, int kDim, int kColumn>
-__device__ __forceinline__ void copy_rows(void* tiles, const void* q, const void* kv, bool query, const int* source,
-                                          int left, int thread) {
-  thread = again(thread);
-  const int row = thread / 8 % 16;
-  const unsigned to = shared_address(tiles) + row * 128 + ((thread ^ row) & 7) * 16;
-#pragma unroll
-  for (int r = 0; r < 4; r++) {
-    const void* from = at(query ? q : kv, static_cast<int64_t>(again(source[r])) * kDim + kColumn + thread % 8 * 8);
-#pragma unroll
-    for (int i = 0; i < kTiles; i++)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + r * 2048 + i * 8192),
-                   "l"(at(from, i * 64)), "r"(r * 16 + row < left ? 16 : 0) : "memory");
-  }
-}
-
-// No branches here: what a branch of some lanes joins, the compiler no longer takes for the same in all of them, and keeps
-// it in as many registers.
-__device__ __forceinline__ void prefetch(const void* from, bool wanted) {
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %1, 0; @p prefetch.global.L2 [%0];}" ::"l"(from), "r"((int)wanted));
-}
-
-__device__ __forceinline__ void prefetch_query(const void* from, int bytes, bool wanted) {
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(from),
-               "r"(bytes), "r"((int)wanted) : "memory");
-}
-
-// load_slots loads a stretch of a row's slots, each warp its own quarter first; -1 from the row's end on.
-template <int kStretch>
-__device__ __forceinline__ void load_slots(int* slots, const int* row, int from, int end, int thread) {
-  thread = again(thread);
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int k = from + (thread / 32 + i) % 4 * (kStretch / 4) + thread % 32;
-    slots[i] = k < end ? __ldg(row + k) : -1;
-  }
-}
-
-// scan adds to the ring, in their order, the slots of a stretch that name a key; every warp counts them all and writes
-// its own quarter. Returns how many there are, once all are written. The ring holds two stretches.
-template <int kStretch>
-__device__ __forceinline__ int scan(const int* slots, int keys, int* ring, int filled, int thread) {
-  thread = again(thread);
-  const int warp = thread / 32 % 4, lane = thread % 32;
-  int before = 0, found = 0, own = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const unsigned vote = __ballot_sync(0xffffffffu, static_cast<unsigned>(slots[i]) < static_cast<unsigned>(keys));
-    if (i == 0) own = __popc(vote & ((1u << lane) - 1));
-    if (i >= 4 - warp) before += __popc(vote);
-    found += __popc(vote);
-  }
-  sync_group(1);  // all have read what is overwritten
-  if (static_cast<unsigned>(slots[0]) < static_cast<unsigned>(keys))
-    ring[(filled + before + own) & (2 * kStretch - 1)] = slots[0];
-  sync_group(1);
-  return found;
-}
-
-// What one group tells another of a block, and of rows, by a warp's or a quad's first lane, which arrives at the barriers
-// that order it: for its own accesses, since compute-sanitizer's racecheck credits no lane with another's. TileLang's
-// barriers keep asm volatile in its place, but not the compiler's own loads and stores: hence these, and volatile below.
+// What one group tells another of a block, and of rows, by a warp's or a quad's first lane, which arrives at the
+// barriers that order it: for its own accesses, since compute-sanitizer's racecheck credits no lane with another's.
+// TileLang's barriers keep asm volatile in its place, but not the compiler's own loads and stores: hence these, and
+// volatile below.
 __device__ __forceinline__ void describe(int* block, int what, int flags, int t, int h0) {
   asm volatile("" ::: "memory");
   block[0] = what, block[1] = flags, block[2] = t, block[3] = h0;
@@ -336,7 +244,7 @@ __device__ __forceinline__ void empty_rows(void* bf16, float* lse, int rows) {
   if (thread < rows) lse[thread] = __int_as_float(0x7f800000);
 }
 
-// hear_block reads of which block P is, and the factors of two rows, in one go: memory that others keep busy answers late.
+// hear_block reads of which block P is, and the factors of two rows, in one go: busy memory answers late.
 __device__ __forceinline__ void hear_block(const int* block, const float* factors, int* what, float* factor) {
   asm volatile("{.reg .pred p, q; setp.eq.u32 p, %6, 0; setp.eq.u32 q, %7, 0;"
                "@p ld.volatile.shared.v2.s32 {%0, %1}, [%4];"

@@ -26,6 +26,7 @@ from slattn.kernels.config import HopperForwardConfig
 from slattn.kernels.device import BF16, FP32, INT32, LOG2E
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
 from slattn.kernels.hopper_device import FORWARD_PRELUDE, at_head, at_sink, call, describe, field, release
+from slattn.kernels.hopper_gather import GATHER_PRELUDE
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
@@ -42,6 +43,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
     dim, value_dim, natural, held = config.head_dim, config.value_dim, config.reference_rounding, config.held
     half, tail = value_dim // 2, dim - value_dim  # the tail: columns that only scores need
     lefts, rights = config.key_buffers
+    prelude = HOPPER_PRELUDE + GATHER_PRELUDE + FORWARD_PRELUDE
     flag, has_tail = ("true" if x else "false" for x in (natural, tail))
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
     lengths, sinks = T.dynamic("lengths, sinks")
@@ -89,7 +91,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
 
     @T.macro
     def look(g: Any, slot: Any, length: Any, thread: Any, t: Any, start: Any):
-        """Load a stretch of slots, and with the first, how many of the row count; then bring all the row into the L2."""
+        """Load a stretch of slots; with the first, how many of the row count, and bring the row into the L2."""
         tx = T.get_thread_binding()
         call("prefetch", T.access_ptr(g.indices[t, tx * 32], "r"), start == 0 and t < tokens and tx * 32 < slots)
         if start == 0:
@@ -112,7 +114,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
 
     @T.macro
     def copy(g: Any, m: Any, at: Any, query: Any, first: Any, used: Any, left: Any, thread: Any):
-        """Start copying this thread's part of Q or of keys: the left half at once, the right when its buffer is free."""
+        """Start copying this thread's part of Q or of keys: the left half, and the right when its buffer is free."""
         source = T.alloc_local((4,), INT32)
         ring = T.access_ptr(m.ring, "r"), RING
         call("find_rows", source.data, query != 0, first, *ring, used, left, thread)
@@ -141,7 +143,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         start = T.alloc_var(INT32, 0)  # and of which place in its row
         filled = T.alloc_var(INT32, 0)  # of the ring, over all rows
         used = T.alloc_var(INT32, 0)
-        thread = T.alloc_var(INT32, call("own_thread", dtype=INT32))
+        thread = T.alloc_var(INT32, call("thread", dtype=INT32))
         begin(at, 1)  # buffers are free at first
         for place in (here, next):
             place[0] = T.truncdiv(g.bx, g.groups)
@@ -336,7 +338,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
         scale: T.float32,
         sms: T.int32,
     ):
-        with T.Kernel(sms, threads=config.threads, prelude=HOPPER_PRELUDE + FORWARD_PRELUDE) as bx:
+        with T.Kernel(sms, threads=config.threads, prelude=prelude) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
             step_tokens = T.alloc_var(INT32, T.truncdiv(sms, groups))
             step_groups = T.alloc_var(INT32, T.truncmod(sms, groups))
@@ -363,7 +365,7 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
                 made=T.alloc_shared((2, 4), INT32, scope="shared"),  # of which block P is
                 left_full=T.alloc_barrier([GROUP + 1] * lefts),  # each thread's copies, and what is said of them
                 right_full=T.alloc_barrier([GROUP] * rights),
-                left_free=T.alloc_barrier([GROUP] * lefts),  # half by the left multiplier, half by the scorer; Q's, by it
+                left_free=T.alloc_barrier([GROUP] * lefts),  # by the left multiplier and the scorer; Q's, by it
                 right_free=T.alloc_barrier([GROUP] * rights),
                 p_full=T.alloc_barrier([QUADS] * 2),
                 p_free=T.alloc_barrier([2 * QUADS] * 2),
