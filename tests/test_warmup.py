@@ -21,9 +21,8 @@ from slattn.kernels.config import (
     TallyConfig,
     UnitsConfig,
     WeighConfig,
-    needed,
 )
-from slattn.kernels.needed import claimed
+from slattn.kernels.needed import claimed, needed
 
 
 @pytest.fixture
