@@ -176,11 +176,12 @@ def named_keys(inputs: Inputs) -> Tensor:
     return (key_counts(flattened(inputs)) > 0).any(0).view(inputs.kv.shape[:-1])
 
 
-def dense(inputs: Inputs) -> tuple[Results, Results]:
+def dense(inputs: Inputs, least: float = 0.0) -> tuple[Results, Results]:
     """The operation over all keys, each weighted by how often a row names it, in float64, differentiated by autograd.
 
     Also the magnitude of each result: the same sums over absolute values, so that what cancels in a result does not in
-    its magnitude. Rounding errors are to be measured against it.
+    its magnitude. Rounding errors are to be measured against it. A gradient's counts a key's weight as no less than
+    `least`.
     """
     x = upcast(flattened(inputs))
     table = key_counts(x)
@@ -207,6 +208,8 @@ def dense(inputs: Inputs) -> tuple[Results, Results]:
     with torch.no_grad():
         do, values, p = x.grad_out[rows].abs(), kv[:, :value_dim].abs(), share[..., None] * weights
         out_size = p @ values
+        weights = torch.where(table > 0, weights.clamp(min=least), 0.0)
+        p = share[..., None] * weights
         delta = (out_size * do).sum(-1, keepdim=True)
         ds = p * (do @ values.mT + delta)
         if x.grad_lse is not None:

@@ -52,6 +52,7 @@ EXACT = dict.fromkeys(TENSORS, (1e-10, 1e-10))
 # Against magnitudes (`properties.dense`). bf16 rounds by 1.66e-3 on average, which the budgets count, and by 3.9e-3 at
 # worst; up to four roundings meet in one element (the output's in delta, dS, P, the result).
 BF16 = {name: (6 * budget, 2 * budget) for name, budget in CASE_BUDGETS.items()}
+FIXED = 2.0**-32  # Hopper's backward has P in steps of 2^-39, an error of up to 2^-40 however small the weight
 _DSINK = {"dsink": BF16["dsink"]}  # it has the sink's dtype, which may be bf16
 NARROW = {
     torch.bfloat16: BF16,
@@ -285,7 +286,8 @@ def budgets_of(backend: str, inputs: Inputs, results: int) -> dict[str, tuple[fl
 
 def check_against_float64(backend: str, way: Way | None, call: Call, device: str | None = None) -> dict[str, float]:
     """A call, and the same by a way to compute it by others; the shares that the former takes of its budgets."""
-    truth, size = dense(build(call))
+    fixed = backend == "tilelang" and call.case.heads > 32 and call.case.head_dim >= 512  # Hopper's backward
+    truth, size = dense(build(call), FIXED if fixed else 0.0)
     inputs = build(call, device or device_of(backend))
     run = functools.partial(run_on, backend=backend, few=call.seed % 2 == 1)
     got = on_cpu_again(run(inputs))

@@ -51,6 +51,7 @@ __device__ __forceinline__ void gather_columns(void* tile, const void* table, co
 
 // The two halves of a block's softmax gradient, on [64 heads, 64 slots] fp32 accumulators. Between them P is kept in
 // fp16, at 2^15 times its value, for half of the registers: 11 bits are 8 times finer than the bf16 of the products.
+// Weights below 2^-29 have fewer, in steps of 2^-39.
 // stats is, of the heads, [64] each: lse over the keys alone, base 2; what the sink leaves of P; that times delta, less
 // the gradient of lse.
 constexpr float kUnit = 32768.f;
