@@ -286,7 +286,7 @@ def forward_config(
     """The forward's configuration for a head count; `block` and `threads` where the caller fixes them.
 
     On Hopper its own kernel where it is written for the call and the caller fixes nothing: at 32 heads too, half of
-    whose rows are then nobody's, it takes 0.72 of the portable kernel's time (docs/performance.md).
+    whose rows are then nobody's, it takes 0.65 of the portable kernel's time (docs/performance.md).
 
     Raises:
         ValueError: a block or a number of threads that no kernel of this architecture can have.
