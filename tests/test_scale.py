@@ -18,8 +18,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 def test_one_gpu_is_the_bench() -> None:
     """4096 queries of v32: the measured rates give the measured times, and nothing travels."""
     cost = costs(MODELS["V3.2"], 4096, 1)
-    assert cost.forward == pytest.approx(2 * 4096 * 2048 * 128 * (576 + 512) / 414e12)
-    assert cost.backward == pytest.approx(2 * 4096 * 2048 * 128 * (3 * 576 + 2 * 512) / 424e12, rel=1e-3)
+    assert cost.forward == pytest.approx(2 * 4096 * 2048 * 128 * (576 + 512) / 550e12)
+    assert cost.backward == pytest.approx(2 * 4096 * 2048 * 128 * (3 * 576 + 2 * 512) / 407e12, rel=1e-3)
     assert cost.wire == cost.wire_bytes == 0
     q, kv, out = 4096 * 128 * 576 * 2, 4096 * 576 * 2, 4096 * 128 * 512 * 2
     assert cost.saved_bytes == q + kv + out + 4096 * (4 * 128 + 4 * 2048)
@@ -59,7 +59,7 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert capsys.readouterr().out == table([MODELS["V3.2"]], TOKENS, GPUS)
     assert main(["scale", "--model", "V3.2", "--tokens", "8192", "--gpus", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["forward", "5.644", "ms"]
+    assert lines[0].split() == ["forward", "4.248", "ms"]
     assert lines[-1].startswith("peak")
     assert main(["scale", "--tokens", "1000", "--gpus", "16"]) == 2
     assert "--tokens must be a multiple of --gpus" in capsys.readouterr().err

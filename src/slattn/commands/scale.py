@@ -42,15 +42,15 @@ class Model:
         return Shape(self.name, tokens // gpus, keys, bench.heads, bench.head_dim, bench.slots)
 
 
-# TFLOPS of whole calls of the `tilelang` backend, sustained: docs/performance.md, "Beside the peers" and "The Hopper
-# backward".
+# TFLOPS of whole calls of the `tilelang` backend, sustained, 1 December 2026: README.md, "Speed". The kernels are those
+# of docs/performance.md, "The Hopper forward" and "The Hopper backward".
 MODELS = {
     model.name: model
     for model in (
-        Model("V4-Flash", "v4-flash", 1.25, 357, 399),
-        Model("V4-Pro", "v4-pro", 1.25, 397, 435),
-        Model("V3.2", "v32", 1.0, 414, 424),
-        Model("GLM-5", "glm5", 1.0, 407, 423),
+        Model("V4-Flash", "v4-flash", 1.25, 503, 382),
+        Model("V4-Pro", "v4-pro", 1.25, 540, 426),
+        Model("V3.2", "v32", 1.0, 550, 407),
+        Model("GLM-5", "glm5", 1.0, 546, 405),
     )
 }
 
