@@ -33,5 +33,5 @@ def plot(models: Sequence[Model], tokens: Sequence[int], gpus: Sequence[int], pa
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0][0].legend(title="tokens", fontsize=8, title_fontsize=8, frameon=False)
-    figure.suptitle("slattn scale: a model, its link rates not yet measured", fontsize=9, color="#555555")
+    figure.suptitle("slattn scale: a model; its link rates are assumed", fontsize=9, color="#555555")
     figure.savefig(path, dpi=110)
