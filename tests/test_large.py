@@ -172,7 +172,7 @@ def test_a_batch_past_32_bits():
         got = run(alone, "tilelang")
         for name in ("out", "lse", "dq"):
             assert torch.equal(getattr(whole, name)[entry], getattr(got, name)), name
-        assert relative_error(whole.dkv[entry], got.dkv) < 1e-4
+        assert relative_error(whole.dkv[entry], got.dkv) < 5e-4  # 8,750 parts a row, in another order
 
 
 @pytest.mark.parametrize("head_dim", [512, 576])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 VALUE_DIMS = {64: 64, 128: 128, 256: 256, 512: 512, 576: 512}  # head dimension -> value dimension
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # what one block of threads may use
@@ -203,8 +204,10 @@ class CompactConfig:
 
 
 @dataclass(frozen=True)
-class TallyConfig:
-    """One compiled kernel that notes how much a backward adds to each row of dkv, `window` rows a block of threads."""
+class _WindowConfig:
+    """A kernel whose blocks of threads have `window` rows of dkv each, in `TABLES` tables of shared memory."""
+
+    TABLES: ClassVar[int]
 
     arch: int
     window: int = 16384
@@ -213,21 +216,19 @@ class TallyConfig:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of one block of threads."""
-        return 2 * 4 * self.window
+        return 4 * self.TABLES * self.window
 
 
-@dataclass(frozen=True)
-class WeighConfig:
-    """One compiled kernel that sums what is expected of the parts of each row of dkv, by the same windows."""
+class TallyConfig(_WindowConfig):
+    """One compiled kernel that notes how much a backward adds to each row of dkv, and of what size."""
 
-    arch: int
-    window: int = 16384
-    threads: int = 1024
+    TABLES = 2
 
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of one block of threads."""
-        return 4 * self.window
+
+class WeighConfig(_WindowConfig):
+    """One compiled kernel that sums what is expected of the parts of each row of dkv."""
+
+    TABLES = 1
 
 
 @dataclass(frozen=True)

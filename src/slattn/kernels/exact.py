@@ -9,6 +9,11 @@ from slattn.kernels.device import FP32, INT32
 from slattn.kernels.exact_cuda import EXACT_PRELUDE
 
 
+def _place(bx: Any, by: Any, share: Any, tokens: Any, window: int, rows: Any) -> tuple[Any, ...]:
+    """A block's share of the queries, from and to, and its window of the rows: the first, how many, and of how many."""
+    return bx * share, T.min(bx * share + share, tokens), T.cast(by, "int64") * window, window, T.cast(rows, "int64")
+
+
 def tally(config: TallyConfig) -> Any:
     """The program that notes how much is added to each row of dkv, and of what size (`tally` in exact_cuda).
 
@@ -56,11 +61,7 @@ def tally(config: TallyConfig) -> Any:
                 T.access_ptr(Size, "rw"),
                 T.access_ptr(Parts, "rw"),
                 T.access_ptr(noted, "rw"),
-                bx * share,
-                T.min(bx * share + share, tokens),
-                T.cast(by, "int64") * window,
-                window,
-                T.cast(rows, "int64"),
+                *_place(bx, by, share, tokens, window, rows),
                 slots,
                 heads,
                 queries,
@@ -108,11 +109,7 @@ def weigh(config: WeighConfig) -> Any:
                 T.access_ptr(Size, "r"),
                 T.access_ptr(Weight, "rw"),
                 T.access_ptr(noted, "rw"),
-                bx * share,
-                T.min(bx * share + share, tokens),
-                T.cast(by, "int64") * window,
-                window,
-                T.cast(rows, "int64"),
+                *_place(bx, by, share, tokens, window, rows),
                 slots,
                 queries,
                 keys,
