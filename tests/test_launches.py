@@ -106,6 +106,22 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
             assert kinds == wanted
 
 
+@pytest.mark.parametrize("head_dim", [512, 576])
+@pytest.mark.parametrize("sink", [False, True])
+def test_delta_is_made_within_where_rows_are_long(launches, monkeypatch, head_dim, sink):
+    monkeypatch.setattr(tilelang, "DELTA_WITHIN", SLOTS)
+    problem, (q, kv, indices, sinks, count), grad_out = call(64, head_dim)
+    tensors = q, kv, indices, sinks if sink else None, count
+    out, lse = tilelang.forward(problem, *tensors)
+    launches.clear()
+    needs = (True, True, sink)
+    gradients = tilelang.backward(
+        *(problem, *tensors, out, lse, grad_out, torch.randn_like(lse)), needs=needs, dkv_dtype=torch.float32
+    )
+    assert [gradient is not None for gradient in gradients] == list(needs)
+    assert [kind for kind, _ in launches] == ["Prepare", "Compact", "HopperBackward", "Finish"]
+
+
 @pytest.mark.parametrize("heads", [8, 64])
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -98,6 +98,13 @@ def drop_in(settings: tuple[int, int], device: str) -> None:
         tilelang.main_backward(problem, x.q, x.kv, x.indices, None, x.grad_out, lse, delta, dkv=x.kv.float())
 
 
+def long_rows(head_dim: int, device: str) -> None:
+    """Of so many slots that Hopper's backward makes delta itself; the last head tile is not full."""
+    slots = tilelang.DELTA_WITHIN
+    case = testing.Case("long", heads=72, head_dim=head_dim, queries=2, keys=slots + 9, slots=slots, indices="causal")
+    testing.run(testing.make_inputs(case, device), "tilelang")
+
+
 def stream(head_dim: int, device: str) -> None:
     """Rows that one multiprocessor takes after another."""
     case = testing.Case(
@@ -112,6 +119,7 @@ CALLS: dict[str, tuple[Callable[..., None], object]] = {
     "dq": (one_gradient, (True, False, False)),
     "dkv": (one_gradient, (False, True, False)),
     "both": (one_gradient, (True, True, True)),
+    **{f"delta-within-{head_dim}": (long_rows, head_dim) for head_dim in (512, 576)},
     **{
         f"drop-in-{head_dim}-{block}": (drop_in, (head_dim, block))
         for head_dim, block in ((512, 64), (512, 32), (576, 64))
@@ -129,9 +137,11 @@ def test_sanitize(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [512, 576])
-def test_sanitize_rows_of_one_multiprocessor(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("within", [False, True])
+def test_sanitize_rows_of_one_multiprocessor(head_dim: int, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So few rows have a multiprocessor each; here Hopper's own kernels take one row after another."""
     monkeypatch.setattr(tilelang, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(tilelang, "DELTA_WITHIN", 1 if within else 2**31)
     stream(head_dim, "cuda")
     torch.cuda.synchronize()
 

@@ -18,6 +18,7 @@ from slattn.backends.views import flat, joined, pieces, rows
 from slattn.kernels import build
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
+    PREPARE_LSE,
     VALUE_DIMS,
     BackwardConfig,
     CompactConfig,
@@ -32,6 +33,7 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
+DELTA_WITHIN = 512  # slots from which on Hopper's backward makes delta itself, beside the copies of a row's keys
 ANY_LAYOUT = True  # see slattn.backends
 _HERE = contextlib.nullcontext()
 
@@ -140,33 +142,39 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dkv in `dkv_dtype`, dsink in fp32), None where `needs` says so."""
     norm = torch.empty_like(lse) if problem.deterministic and needs[1] else None
-    delta, lse2, dsink = prepare(problem, out, lse, grad_out, attn_sink, norm)
+    config = backward_config(_arch(q.device), problem.heads, problem.head_dim)
+    hopper = isinstance(config, HopperBackwardConfig) and all(needs[:2]) and norm is None
+    within = hopper and problem.keys > 0 and problem.slots >= DELTA_WITHIN
+    delta, lse2, weight = prepare(problem, None if within else out, lse, grad_out, attn_sink, norm)
     dq, dkv = main_backward(
         *(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse),
         needs=needs[:2],
         dkv_dtype=dkv_dtype,
         norm=norm,
+        out=out if within else None,
     )
-    return dq, dkv, dsink if needs[2] else None
+    return dq, dkv, (weight * delta).sum((0, 1)).neg() if needs[2] and weight is not None else None
 
 
 def prepare(
     problem: Problem,
-    out: Tensor,
+    out: Tensor | None,
     lse: Tensor,
     grad_out: Tensor,
     attn_sink: Tensor | None,
     norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(delta [B, S, H], lse in base 2 with the sink [B, S, H], dsink [H] where there is a sink), all fp32.
+    """(delta, lse in base 2 with the sink, what of the weights the sink has), all [B, S, H] fp32; the last where there
+    is a sink. Minus its product with delta, summed over the queries, is the sink's gradient.
 
-    Writes the sum of |grad_out| over the columns into `norm` [B, S, H] where it is given.
+    Without `out`, delta is not written. Writes the sum of |grad_out| over the columns into `norm` [B, S, H] where it is
+    given.
     """
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     sink = None if attn_sink is None else attn_sink.float()
-    shares = lse2 if sink is None else torch.empty_like(lse)
-    _prepare(out, grad_out, delta, lse, (sink, lse2, shares), norm, problem.heads)
-    return delta, lse2, None if sink is None else shares.sum((0, 1))
+    weight = None if sink is None else torch.empty_like(lse)
+    _prepare(out, grad_out, delta, lse, (sink, lse2, lse2 if weight is None else weight), norm, problem.heads)
+    return delta, lse2, weight
 
 
 def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
@@ -177,7 +185,7 @@ def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _prepare(
-    out: Tensor,
+    out: Tensor | None,
     grad_out: Tensor,
     delta: Tensor,
     lse: Tensor | None = None,
@@ -185,17 +193,17 @@ def _prepare(
     norm: Tensor | None = None,
     heads: int = 1,
 ) -> None:
-    """Launch it: delta is written; with lse also what `sinks` has after the sink; norm where it is given."""
+    """Launch it: with out delta is written; with lse what `sinks` has after the sink; norm where it is given."""
     if not delta.numel():
         return
-    sink, lse2, shares = sinks or (None, delta, delta)
-    with _on(out.device):
-        kernel(PrepareConfig(_arch(out.device)))(
-            pieces(out),
+    sink, lse2, weight = sinks or (None, delta, delta)
+    with _on(delta.device):
+        kernel(PREPARE_LSE if out is None else PrepareConfig(_arch(delta.device)))(
+            pieces(grad_out if out is None else out),
             pieces(grad_out),
             (delta if lse is None else lse).view(-1),
             flat(sink, delta),
-            *(x.view(-1) for x in (delta, lse2, shares)),
+            *(x.view(-1) for x in (delta, lse2, weight)),
             heads,
             int(lse is not None),
             int(sink is not None),
@@ -220,11 +228,13 @@ def main_backward(
     dkv: Tensor | None = None,
     dkv_dtype: torch.dtype = torch.float32,
     norm: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dq [B, S, H, D] bf16, dkv [B, N, D] in `dkv_dtype`), from delta and an lse in base 2 with the sink.
 
     Adds into `dkv`, fp32, where it is given. lse is natural and over the keys alone; without it the portable kernel
-    runs, or in deterministic mode it is made anew. `norm`: of grad_out, as `prepare` gives it.
+    runs, or in deterministic mode it is made anew. `norm`: of grad_out, as `prepare` gives it. `out`: where Hopper's
+    kernel runs, and makes delta of it, which is then written.
     """
     need_q, need_kv = needs
     deterministic = problem.deterministic and need_kv
@@ -266,7 +276,7 @@ def main_backward(
         else:
             sums = plain_sums(lse2.new_empty(1, problem.head_dim) if dkv is None else rows(dkv, 1))
         if hopper and dq is not None:
-            call = Call(q, kv, indices, topk_length, grad_out, (*statistics, *lses), grad_lse is not None)
+            call = Call(q, kv, indices, topk_length, grad_out, (*statistics, *lses), grad_lse is not None, out)
             _hopper_backward(problem, config, call, dq, sums)
         else:
             kernel(config)(
@@ -329,7 +339,7 @@ def slot_probs(
 
 @dataclass(frozen=True)
 class Call:
-    """What the Hopper backward reads: the tensors of a call; lse2, delta, lse and grad_lse [T, H]."""
+    """What the Hopper backward reads: tensors of a call; lse2, delta, lse and grad_lse [T, H]; out for delta."""
 
     q: Tensor
     kv: Tensor
@@ -338,6 +348,7 @@ class Call:
     grad_out: Tensor
     statistics: tuple[Tensor, ...]
     use_grad_lse: bool
+    out: Tensor | None
 
 
 def _hopper_backward(
@@ -361,6 +372,8 @@ def _hopper_backward(
         *(rows(dq), sums.table, sums.expected, sums.scales, sums.whole),
         *call.statistics[2:],
         int(call.use_grad_lse),
+        rows(call.grad_out if call.out is None else call.out),
+        int(call.out is not None),
         problem.scale,
         _multiprocessors(dq.device),
     )

@@ -121,7 +121,7 @@ class BackwardConfig:
 
 @dataclass(frozen=True)
 class HopperBackwardConfig:
-    """One compiled Hopper backward kernel: three warpgroups over 64 heads and 64 slots a step, both gradients.
+    """One compiled Hopper backward kernel: four warpgroups over 64 heads and 64 slots a step, both gradients.
 
     `deterministic`: dkv is summed in integers (`slattn.kernels.exact_cuda`).
     """
@@ -133,11 +133,9 @@ class HopperBackwardConfig:
     head_tile: int = 64
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a thread of the front and of a back group; a launch of 384 threads has 168 each to share out."""
-        if self.head_dim > self.value_dim:
-            return 176, 160
-        return (168, 168) if self.deterministic else (152, 176)
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of the gatherer, the front and a back group; the four groups have 512 to share."""
+        return (32, 160, 160) if self.head_dim == self.value_dim else (24, 168, 160)
 
     @property
     def score_buffers(self) -> int:
@@ -148,7 +146,7 @@ class HopperBackwardConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of one block of threads: Q, dO, a block of keys, P and dS, and what heads have.
 
-        Rows and barriers are in static memory, 1008 bytes of the 1024 before the tiles' alignment.
+        Rows and barriers are in static memory, at most 952 bytes of the 1024 before the tiles' alignment.
         """
         numbers = 64 * (2 * self.head_dim + self.value_dim) + self.score_buffers * 2 * 64 * 64
         return 2 * numbers + 24 * 64
@@ -156,11 +154,15 @@ class HopperBackwardConfig:
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """One compiled kernel that makes delta and the base-2 lse out of a forward's results."""
+    """One compiled kernel that makes delta and the base-2 lse out of a forward's results, or the lse alone."""
 
     arch: int
     rows: int = 16
     threads: int = 128
+    delta: bool = True
+
+
+PREPARE_LSE = PrepareConfig(90, rows=1024, delta=False)  # where Hopper's backward makes delta
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """The backward device program for Hopper (SM90): warp-specialised, persistent, one block of threads an SM.
 
-Three warpgroups share a query's 64 heads. The front gathers the keys of a block of 64 slots, forms S and dP as their
-columns land, and leaves P and dS in shared memory; the two back groups form dKV, 64 columns at a time, and reduce it
-into the table of dkv straight from registers. Each of the three keeps its share of the columns of dQ in registers over
-the whole row.
+Four warpgroups share a query's 64 heads. The gatherer copies the keys of a block of 64 slots as their buffer is freed.
+The front forms S and dP, and leaves P and dS in shared memory; the two back groups form dKV, 64 columns at a time, and
+reduce it into the table of dkv straight from registers. All but the gatherer keep their share of the columns of dQ in
+registers over the whole row.
 
-    front     | gather b+1, S, softmax, dP of b+1 | dQ b+1 | gather b+2 ...
-    back 0    | dQ b, dKV b: 4 chunks, each reduced        | dQ b+1, dKV b+1 ...
-    back 1    | dKV b: a chunk, dQ b; the other chunks     | dKV b+1 ...
+    gatherer  | gather b+1        | Q and dO, if b+1 begins a query | gather b+2 ...
+    front     | S of b+1 as it lands, dP beside the softmax, P, dS  | dQ b+1 | S ...
+    back 0    | dQ b, dKV b: 4 chunks, each reduced                 | dQ b+1, dKV b+1 ...
+    back 1    | dKV b: a chunk, dQ b; the other chunks              | dKV b+1 ...
 
 There is one key buffer, so dQ comes early and releases it, a group's share of the columns at a time; and a query's Q
 and dO are replaced piece by piece while the last block's chunks still go out. docs/performance.md has the figures and
@@ -28,6 +29,7 @@ GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
 PIECE = 128  # columns gathered at a time, and of dKV formed at a time, 64 by each back group
 SHARE = 192  # columns of dQ that a back group keeps; the front keeps the rest
+NOTES = 4  # tasks that are noted at a time: of the last one, while it ends, to the one after the next
 
 
 def hopper_backward(config: HopperBackwardConfig) -> Any:
@@ -36,41 +38,50 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Parameters of the program, all contiguous: Q [T, H, D], KV [N, D], GradOut [T, H, d_v], bf16; Rows [T, K'] and
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
-    use_grad_lse only; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
-    `slattn.kernels.collect.finish`, or if `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and
-    Whole [N, D] int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the
-    number of blocks of threads to launch, which share the queries.
+    use_grad_lse only; Out [T, H, d_v] bf16, read with use_out only, with which Delta is written; GradQ [T, H, D] bf16
+    (written); GradKV [N, D] fp32 (added to), its columns in the order of `slattn.kernels.collect.finish`, or if
+    `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and Whole [N, D] int64 (added to), otherwise
+    of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the number of blocks of threads to launch,
+    which share the queries.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")
-    queries, units, wholes = T.dynamic("queries, units, wholes")
+    queries, units, wholes, outs = T.dynamic("queries, units, wholes, outs")
+    # Of a thread's 16 pairs of P: how many it makes before dP is begun, for want of registers to make them beside it.
+    early = 12 if dim > value_dim else 0
     prelude = HOPPER_PRELUDE + (EXACT_PRELUDE if config.deterministic else "")
     # (start, width) of the columns gathered at a time. A Python loop over these writes its body out for each.
     pieces = tuple((c, min(PIECE, dim - c)) for c in range(0, dim, PIECE))
     every_piece = tuple(range(len(pieces)))
+    halves = (0, 256), (256, dim)  # from and to: the columns of keys that come, and are waited for, at a time
 
     @T.macro
     def arrive(barriers: Any, index: Any):
         """Arrive once for the whole warp, after all that its lanes did."""
-        T.call_extern("handle", "__syncwarp")
-        if T.get_thread_binding() % 32 == 0:
-            T.barrier_arrive(barriers[index])
+        T.call_extern("handle", "slattn::arrive_warp", barriers[index])
 
     @T.macro
     def plan(g: Any, m: Any, task: Any):
-        """Note a task's query, its first head and the number of its slots, for all three groups."""
-        if task < g.tasks and T.get_thread_binding() == 0:
-            t = T.alloc_var(INT32, T.truncdiv(g.bx + task * g.sms, g.groups))
-            m.task[task % 8, 0] = t
-            m.task[task % 8, 1] = T.truncmod(g.bx + task * g.sms, g.groups) * HEADS
-            m.task[task % 8, 2] = g.counts[t]
+        """Note a task's query, its first head and the number of its slots, for all groups; -1 past the last one."""
+        if T.get_thread_binding() == 0:
+            number = T.alloc_var(INT32, g.bx + task * g.sms)
+            t = T.alloc_var(INT32, T.truncdiv(number, g.groups))
+            m.task[task % NOTES, 0] = -1
+            if t < tokens:
+                m.task[task % NOTES, 0] = t
+                m.task[task % NOTES, 1] = (number - t * g.groups) * HEADS
+                m.task[task % NOTES, 2] = g.counts[t]
+
+    def noted(m: Any, task: Any, what: int) -> Any:
+        """What is noted, where the address is not to be kept over a loop."""
+        return T.call_extern(INT32, "slattn::noted", T.access_ptr(m.task[0, 0], "r"), task % NOTES * 3 + what)
 
     @T.macro
     def load_query(g: Any, m: Any, c: int, task: Any):
         """Start loading piece `c` of the columns of Q and dO, once the last query's is no longer read."""
         start, width = pieces[c]
-        t = T.alloc_var(INT32, m.task[task % 8, 0])
-        h0 = T.alloc_var(INT32, m.task[task % 8, 1])
+        t = T.alloc_var(INT32, noted(m, task, 0))
+        h0 = T.alloc_var(INT32, noted(m, task, 1))
         T.barrier_wait(m.query_free[c], task % 2 ^ 1)
         T.tma_copy(
             g.q[t, h0 : h0 + HEADS, start : start + width], m.q[:, start : start + width], barrier=m.query_full[c]
@@ -85,134 +96,151 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
 
     @T.macro
     def load_heads(g: Any, m: Any, task: Any):
-        """Bring lse and delta of a task's heads.
+        """Bring what belongs to a task's heads."""
+        t, h0 = m.task[task % NOTES, 0], m.task[task % NOTES, 1]
+        T.call_extern(
+            "handle",
+            "slattn::load_heads",
+            T.access_ptr(m.stats[task % 2, 0, 0], "w"),
+            *(T.access_ptr(x[t, h0], "r") for x in (g.lse, g.lse2, g.delta, g.grad_lse)),
+            g.use_out == 0,
+            g.use_grad_lse != 0,
+            heads - h0,
+        )
 
-        P is made without the sink, and what that leaves of it is multiplied in later: a gradient of lse acts on it so,
-        and where a sink has nearly all of the weight fp16 holds nothing else.
-        """
-        tx = T.get_thread_binding()
-        t = T.alloc_var(INT32, m.task[task % 8, 0])
-        h = T.alloc_var(INT32, m.task[task % 8, 1] + tx)
-        lse = T.alloc_var(FP32, T.infinity(FP32))
-        left = T.alloc_var(FP32, 1.0)
-        delta = T.alloc_var(FP32, 0.0)
-        if tx < HEADS:
-            if h < heads:
-                left = T.if_then_else(
-                    g.lse[t, h] < T.infinity(FP32), T.exp2(T.min(g.lse[t, h] * LOG2E - g.lse2[t, h], 0.0)), 0.0
-                )
-                lse = g.lse[t, h] * LOG2E
-                delta = left * g.delta[t, h]
-                if g.use_grad_lse != 0:
-                    delta -= g.grad_lse[t, h]
-            m.stats[task % 2, 0, tx] = lse
-            m.stats[task % 2, 1, tx] = left
-            m.stats[task % 2, 2, tx] = delta
+    @T.macro
+    def add_deltas(g: Any, m: Any, task: Any, warps: int, start: Any, end: Any):
+        """Make delta of a task's heads, of each so many as there are warps."""
+        T.call_extern(
+            "handle",
+            f"slattn::add_deltas<{warps}, {value_dim}, {2 if dim == value_dim or warps > WARPS else 1}>",
+            T.access_ptr(m.stats[task % 2, 0, 0], "rw"),
+            T.access_ptr(g.delta, "w"),
+            T.access_ptr(g.out, "r"),
+            T.access_ptr(g.grad_out, "r"),
+            T.access_ptr(m.task[task % NOTES, 0], "r"),
+            start,
+            end,
+            heads,
+        )
 
     @T.macro
     def store_query(g: Any, m: Any, dq: Any, task: Any, column: int):
         """Write a group's share of a task's dQ."""
-        store_rows(dq, g.grad_q, m.task[task % 8, 0], m.task[task % 8, 1], heads, column)
+        store_rows(dq, g.grad_q, m.task[task % NOTES, 0], m.task[task % NOTES, 1], heads, column)
 
     def blocks_of(m: Any, task: Any) -> Any:
         """The blocks of a task's slots; one where there are none, which makes dQ zero."""
-        return T.max(T.ceildiv(m.task[task % 8, 2], BLOCK), 1)
+        return T.max(T.ceildiv(m.task[task % NOTES, 2], BLOCK), 1)
 
     @T.macro
     def copy_rows(g: Any, m: Any, step: Any, task: Any, b: Any):
         """Start copying the numbers of a block's key rows, in whatever asynchronous group is committed next."""
-        if T.get_thread_binding() < BLOCK // 4:
-            T.call_extern(
-                "handle",
-                "slattn::copy_16",
-                T.access_ptr(m.rows[T.truncmod(step, 3), T.get_thread_binding() * 4], "w", 4),
-                T.access_ptr(g.rows[m.task[task % 8, 0], b * BLOCK + T.get_thread_binding() * 4], "r", 4),
-            )
-
-    @T.macro
-    def gather(g: Any, m: Any, c: int, row: Any, source: Any):
-        """Start copying piece `c` of the columns of a block's key rows, as one asynchronous group."""
-        start, width = pieces[c]
         T.call_extern(
             "handle",
-            f"slattn::gather_columns<{width // 64}, {start // 64}>",
+            "slattn::copy_numbers",
+            T.access_ptr(m.rows[T.truncmod(step, 3), 0], "w", BLOCK),
+            T.access_ptr(g.rows[m.task[task % NOTES, 0], b * BLOCK], "r", BLOCK),
+        )
+
+    @T.macro
+    def copy_keys(g: Any, m: Any, row: Any, start: int, width: int):
+        """Start copying columns of a block's key rows."""
+        T.call_extern(
+            "handle",
+            f"slattn::gather_columns<{width // 64}, {start // 64}, {dim}>",
             T.access_ptr(m.kv, "w"),
             T.access_ptr(g.kv, "r"),
             row.data,
-            source.data,
         )
-        T.ptx_commit_group()
+
+    @T.macro
+    def gather(g: Any, m: Any):
+        """The gatherer: keys as soon as their columns of the buffer are free, and what belongs to a query."""
+        row = T.alloc_local((4,), INT32)
+        step = T.alloc_var(INT32, 0)
+        task = T.alloc_var(INT32, 0)
+        if m.task[0, 0] >= 0:
+            copy_rows(g, m, 0, 0, 0)
+            T.ptx_commit_group()
+            T.ptx_wait_group(0)
+        while m.task[task % NOTES, 0] >= 0:
+            blocks = T.alloc_var(INT32, blocks_of(m, task))
+            share = T.alloc_var(INT32, T.ceildiv(HEADS // WARPS, blocks))  # of the next one's heads, with each block
+            for b in T.serial(blocks):
+                T.sync_threads(2, GROUP)  # the numbers of its rows have come
+                T.call_extern("handle", "slattn::key_rows", T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"), row.data)
+                T.barrier_wait(m.key_free[0], step % 2 ^ 1)
+                copy_keys(g, m, row, 0, SHARE)
+                T.barrier_wait(m.key_free[1], step % 2 ^ 1)
+                copy_keys(g, m, row, SHARE, halves[0][1] - SHARE)
+                T.ptx_commit_group()
+                copy_keys(g, m, row, halves[0][1], 2 * SHARE - halves[0][1])
+                # The rows of two blocks ago, in whose place these come, are no longer read either.
+                if b + 1 < blocks:
+                    copy_rows(g, m, step + 1, task, b + 1)
+                elif m.task[(task + 1) % NOTES, 0] >= 0:
+                    copy_rows(g, m, step + 1, task + 1, 0)
+                T.barrier_wait(m.key_free[2], step % 2 ^ 1)
+                copy_keys(g, m, row, 2 * SHARE, dim - 2 * SHARE)
+                T.ptx_commit_group()
+                for i in (0, 1):
+                    if b == 0:
+                        for c in every_piece:
+                            if halves[i][0] <= pieces[c][0] < halves[i][1]:
+                                load_query(g, m, c, task)
+                    T.ptx_wait_group(1 - i)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(m.key_full[i])
+                if b == 0:
+                    plan(g, m, task + 2)
+                    if m.task[(task + 1) % NOTES, 0] >= 0:
+                        load_heads(g, m, task + 1)
+                    if g.use_out != 0:
+                        T.sync_threads(2, GROUP)
+                if g.use_out != 0 and m.task[(task + 1) % NOTES, 0] >= 0:
+                    add_deltas(g, m, task + 1, WARPS, b * share, T.min(b * share + share, HEADS // WARPS))
+                step += 1
+            task += 1
+
+    @T.macro
+    def pack(g: Any, m: Any, s: Any, packed: Any, task: Any, b: Any, start: int, end: int):
+        """Make P, some of a thread's pairs."""
+        T.call_extern(
+            "handle",
+            f"slattn::pack_probabilities<{start}, {end}>",
+            s.data,
+            packed.data,
+            T.access_ptr(m.stats[task % 2, 0, 0], "r"),
+            g.scale * LOG2E,
+            m.task[task % NOTES, 2] - b * BLOCK,
+        )
 
     @T.macro
     def front(g: Any, m: Any):
-        row = T.alloc_local((4,), INT32)
-        source = T.alloc_local((4,), "int64")
+        """The front: S, P, dP and dS of a block, and its share of dQ."""
         s = T.alloc_fragment((HEADS, BLOCK), FP32)
         dp = T.alloc_fragment((HEADS, BLOCK), FP32)
         dq = T.alloc_fragment((HEADS, dim - 2 * SHARE), FP32)
         packed = T.alloc_local((HEADS * BLOCK // 2 // GROUP,), "uint32")
         step = T.alloc_var(INT32, 0)
-        if g.tasks > 0:
-            copy_rows(g, m, 0, 0, 0)
-            T.ptx_commit_group()
-            load_heads(g, m, 0)
-            T.ptx_wait_group(0)
-        T.sync_threads(1, GROUP)
-        for task in T.serial(g.tasks):
+        task = T.alloc_var(INT32, 0)
+        while m.task[task % NOTES, 0] >= 0:
             blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
-                T.call_extern(
-                    "handle",
-                    "slattn::key_rows",
-                    T.access_ptr(m.rows[T.truncmod(step, 3), 0], "r"),
-                    dim,
-                    row.data,
-                    source.data,
-                )
-                T.barrier_wait(m.key_free[0], step % 2 ^ 1)
-                for c in every_piece:
-                    if c == 1:
-                        T.barrier_wait(m.key_free[1], step % 2 ^ 1)
-                        # The rows of two blocks ago, in whose place these come, are no longer read either.
-                        if b + 1 < blocks_of(m, task):
-                            copy_rows(g, m, step + 1, task, b + 1)
-                        elif task + 1 < g.tasks:
-                            copy_rows(g, m, step + 1, task + 1, 0)
-                    if pieces[c][0] == 2 * SHARE:
-                        T.sync_threads(1, GROUP)  # the front's own share of dQ is formed
-                    gather(g, m, c, row, source)
-                if b == 0:
-                    load_query(g, m, 0, task)
-                    plan(g, m, task + 2)
-                    if task + 1 < g.tasks:
-                        load_heads(g, m, task + 1)
-                for c in every_piece:
-                    T.ptx_wait_group(len(pieces) - 1 - c)
-                    T.fence_proxy_async()
-                    T.sync_threads(1, GROUP)
+                for i in (0, 1):
                     if b == 0:
-                        if c + 1 < len(pieces):
-                            load_query(g, m, c + 1, task)
-                        T.barrier_wait(m.query_full[c], task % 2)
-                    start, width = pieces[c]
-                    T.wgmma_gemm(
-                        m.q[:, start : start + width],
-                        m.kv[:, start : start + width],
-                        s,
-                        transpose_B=True,
-                        clear_accum=c == 0,
-                    )
+                        for c in every_piece:
+                            if halves[i][0] <= pieces[c][0] < halves[i][1]:
+                                T.barrier_wait(m.query_full[c], task % 2)
+                    T.barrier_wait(m.key_full[i], step % 2)
+                    start, end = halves[i]
+                    T.wgmma_gemm(m.q[:, start:end], m.kv[:, start:end], s, transpose_B=True, clear_accum=i == 0)
                 T.wait_wgmma(0)
-                T.call_extern(
-                    "handle",
-                    "slattn::pack_probabilities",
-                    s.data,
-                    packed.data,
-                    T.access_ptr(m.stats[task % 2, 0, 0], "r"),
-                    g.scale * LOG2E,
-                    m.task[task % 8, 2] - b * BLOCK,
-                )
-                T.wgmma_gemm(m.do, m.kv[:, 0:value_dim], dp, transpose_B=True, clear_accum=True)
+                pack(g, m, s, packed, task, b, 0, early)
+                zero = T.alloc_var(INT32, T.call_extern(INT32, "slattn::zero"))
+                T.wgmma_gemm(m.do, m.kv[:, zero : zero + value_dim], dp, transpose_B=True, clear_accum=True)
+                pack(g, m, s, packed, task, b, early, 16)
                 T.wait_wgmma(0)
                 T.barrier_wait(m.scores_free[step % buffers], step // buffers % 2 ^ 1)
                 T.call_extern(
@@ -222,7 +250,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     dp.data,
                     T.access_ptr(m.stats[task % 2, 0, 0], "r"),
                     g.scale,
-                    m.task[task % 8, 2] > 0,
+                    m.task[task % NOTES, 2] > 0,
                     T.access_ptr(m.p[step % buffers, 0, 0], "w"),
                     T.access_ptr(m.ds[step % buffers, 0, 0], "w"),
                 )
@@ -231,8 +259,10 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 T.sync_threads(1, GROUP)
                 T.wgmma_gemm(m.ds[step % buffers, :, :], m.kv[:, 2 * SHARE : dim], dq, clear_accum=b == 0)
                 T.wait_wgmma(0)
+                arrive(m.key_free, 2)
                 step += 1
             store_query(g, m, dq, task, 2 * SHARE)
+            task += 1
 
     @T.macro
     def chunk(m: Any, dkv: Any, buffer: Any, column: Any, both: bool):
@@ -284,12 +314,13 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         step = T.alloc_var(INT32, 0)
         both = dim == value_dim
         first_piece, column = (0, group * 64) if both else (len(pieces) - 1, value_dim)
-        for task in T.serial(g.tasks):
+        task = T.alloc_var(INT32, 0)
+        while m.task[task % NOTES, 0] >= 0:
             blocks = T.alloc_var(INT32, blocks_of(m, task))
             for b in T.serial(blocks):
                 T.barrier_wait(m.scores_full, step % 2)
                 if config.deterministic:
-                    read_scales(g, scale, g.expected[m.task[task % 8, 0]], m.rows, T.truncmod(step, 3), 0)
+                    read_scales(g, scale, g.expected[m.task[task % NOTES, 0]], m.rows, T.truncmod(step, 3), 0)
                 if group == 0:
                     query_share(m, dq, step % buffers, b, group)
                     chunk(m, dkv, step % buffers, column, both)
@@ -315,6 +346,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                     for c in every_piece[int(both) : value_dim // PIECE]:
                         later_chunk(g, m, dkv, scale, step, b + 1 == blocks, c, group)
                 step += 1
+            task += 1
 
     @T.prim_func
     def main(
@@ -335,12 +367,13 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         Lse: T.Tensor((tokens, heads), FP32),
         GradLse: T.Tensor((tokens, heads), FP32),
         use_grad_lse: T.int32,
+        Out: T.Tensor((outs, heads, value_dim), BF16),
+        use_out: T.int32,
         scale: T.float32,
         sms: T.int32,
     ):
-        with T.Kernel(sms, threads=3 * GROUP, prelude=prelude) as bx:
+        with T.Kernel(sms, threads=4 * GROUP, prelude=prelude) as bx:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
-            tasks = T.alloc_var(INT32, T.truncdiv(tokens * groups - bx + sms - 1, sms))
             g = SimpleNamespace(
                 q=Q,
                 kv=KV,
@@ -352,6 +385,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 lse=Lse,
                 grad_lse=GradLse,
                 use_grad_lse=use_grad_lse,
+                out=Out,
+                use_out=use_out,
                 expected=Expected,
                 scales=Scales,
                 whole=Whole,
@@ -361,7 +396,6 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 sms=sms,
                 bx=bx,
                 groups=groups,
-                tasks=tasks,
             )
             m = SimpleNamespace(
                 q=T.alloc_shared((HEADS, dim), BF16),
@@ -373,8 +407,9 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 # The rows of three blocks, and the notes of `plan`, in static memory: beside the barriers there is room
                 # before the tiles.
                 rows=T.alloc_shared((3, BLOCK), INT32, scope="shared"),
-                task=T.alloc_shared((8, 3), INT32, scope="shared"),
-                key_free=T.alloc_barrier([WARPS] * 2),
+                task=T.alloc_shared((NOTES, 3), INT32, scope="shared"),
+                key_full=T.alloc_barrier([GROUP] * 2),
+                key_free=T.alloc_barrier([WARPS] * 3),  # of the share of each group's dQ
                 scores_full=T.alloc_barrier(WARPS),
                 scores_free=T.alloc_barrier([2 * WARPS] * buffers),
                 query_full=T.alloc_barrier([WARPS] * len(pieces)),
@@ -384,16 +419,25 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             plan(g, m, 1)
             # Before the groups part: bar.sync is an aligned barrier, of which all threads execute the same instruction.
             T.sync_threads()
+            if m.task[0, 0] >= 0:
+                load_heads(g, m, 0)
+            T.sync_threads()
+            if use_out != 0 and m.task[0, 0] >= 0:
+                add_deltas(g, m, 0, 4 * WARPS, 0, HEADS // (4 * WARPS))
+            T.sync_threads()
             tx = T.get_thread_binding()
-            front_registers, back_registers = config.registers
+            gather_registers, front_registers, back_registers = config.registers
             if tx < GROUP:
-                T.set_max_nreg(front_registers, int(front_registers > 168))
-                front(g, m)
+                T.set_max_nreg(gather_registers, 0)
+                gather(g, m)
             elif tx < 2 * GROUP:
-                T.set_max_nreg(back_registers, int(back_registers > 168))
+                T.set_max_nreg(front_registers, 1)
+                front(g, m)
+            elif tx < 3 * GROUP:
+                T.set_max_nreg(back_registers, 1)
                 back(g, m, 0)
             else:
-                T.set_max_nreg(back_registers, int(back_registers > 168))
+                T.set_max_nreg(back_registers, 1)
                 back(g, m, 1)
 
     return main

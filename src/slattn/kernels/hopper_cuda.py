@@ -18,45 +18,125 @@ __device__ __forceinline__ unsigned thread() {
   return x;
 }
 
+// zero is 0, which the compiler does not know: descriptors of the tensor core's that are made with it are not those of
+// an earlier product, which it would keep in 10 registers.
+__device__ __forceinline__ int zero() {
+  int x;
+  asm volatile("mov.u32 %0, 0;" : "=r"(x));
+  return x;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* shared) {
   return static_cast<unsigned>(__cvta_generic_to_shared(shared));
 }
 
+// arrive_warp arrives at a barrier of TileLang's once for a warp, after all that its lanes did.
+template <class Barrier>
+__device__ __forceinline__ void arrive_warp(const Barrier& barrier) {
+  __syncwarp();
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}"
+               ::"r"(shared_address(&barrier)), "r"(thread() % 32) : "memory");
+}
+
+__device__ __forceinline__ int noted(const int* notes, int index) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(shared_address(notes) + index * 4) : "memory");
+  return x;
+}
+
 // A block's 64 key rows are copied by 128 threads, 8 to a row, each 16 bytes of every 128: thread t has the rows t / 8,
-// t / 8 + 16, + 32 and + 48. key_rows reads their numbers, and says where in the table (of `dim` columns) it reads.
-__device__ __forceinline__ void key_rows(const int* rows, int dim, int* row, int64_t* source) {
-  const unsigned t = thread();
+// t / 8 + 16, + 32 and + 48. key_rows reads their numbers.
+__device__ __forceinline__ void key_rows(const int* rows, int* row) {
 #pragma unroll
-  for (int r = 0; r < 4; r++) {
-    row[r] = rows[t / 8 + r * 16];
-    source[r] = static_cast<int64_t>(max(row[r], 0)) * dim + t % 8 * 8;
-  }
+  for (int r = 0; r < 4; r++) row[r] = rows[thread() / 8 + r * 16];
 }
 
 // gather_columns starts copying kPieces pieces of 64 columns of those rows, from the kFirst-th on, into a tile that the
 // tensor core reads in its 128-byte swizzle; zeros for the row -1, and nothing is read.
-template <int kPieces, int kFirst>
-__device__ __forceinline__ void gather_columns(void* tile, const void* table, const int* row, const int64_t* source) {
+template <int kPieces, int kFirst, int kDim>
+__device__ __forceinline__ void gather_columns(void* tile, const void* table, const int* rows) {
   const unsigned t = thread();
   const unsigned to = shared_address(tile) + t / 8 * 128 + ((t ^ t / 8) & 7) * 16 + kFirst * 8192;
 #pragma unroll
   for (int r = 0; r < 4; r++) {
-    const auto* from = static_cast<const __nv_bfloat16*>(table) + source[r] + kFirst * 64;
+    int row = rows[r];
+    asm volatile("mov.u32 %0, %0;" : "+r"(row));  // else its place, in 64 bits, would be kept from piece to piece
+    const auto* from = static_cast<const __nv_bfloat16*>(table) + static_cast<int64_t>(max(row, 0)) * kDim +
+                       kFirst * 64 + t % 8 * 8;
 #pragma unroll
     for (int i = 0; i < kPieces; i++)
       asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + r * 2048 + i * 8192),
-                   "l"(from + i * 64), "r"(row[r] >= 0 ? 16 : 0) : "memory");
+                   "l"(from + i * 64), "r"(row >= 0 ? 16 : 0) : "memory");
+  }
+}
+
+// copy_numbers starts copying the numbers of a block's 64 key rows.
+__device__ __forceinline__ void copy_numbers(int* to, const int* from) {
+  const unsigned t = thread();
+  asm volatile("{.reg .pred p; setp.lt.u32 p, %2, 16; @p cp.async.ca.shared.global [%0], [%1], 16;}"
+               ::"r"(shared_address(to + t * 4)), "l"(from + t * 4), "r"(t) : "memory");
+}
+
+// load_heads brings what 64 heads, of which `heads` are left, have: [64] each the lse over the keys alone, base 2; what
+// the sink leaves of P; that times delta, less the gradient of lse. P is made without the sink, and what that leaves of
+// it is multiplied in later: a gradient of lse acts on it so, and where a sink has nearly all of the weight fp16 holds
+// nothing else. Without `use_delta`, add_deltas follows.
+__device__ __forceinline__ void load_heads(float* stats, const float* lse, const float* lse2, const float* delta,
+                                           const float* grad_lse, bool use_delta, bool use_grad_lse, int heads) {
+  const int t = thread(), h = min(t % 64, heads - 1);
+  const bool counts = t < heads;
+  const float keys = counts ? lse[h] * 1.4426950408889634f : INFINITY;
+  const float left = keys < INFINITY ? exp2f(fminf(keys - lse2[h], 0.f)) : 0.f;
+  const float shift = (use_delta ? left * delta[h] : 0.f) - (use_grad_lse ? grad_lse[h] : 0.f);
+  asm volatile("{.reg .pred p; setp.lt.s32 p, %1, 64; @p st.shared.f32 [%0], %2; @p st.shared.f32 [%0 + 256], %3;"
+               "@p st.shared.f32 [%0 + 512], %4;}"
+               ::"r"(shared_address(stats + t)), "r"(t), "f"(keys), "f"(left), "f"(counts ? shift : 0.f) : "memory");
+}
+
+// add_product adds that of two pairs of bf16, each the upper half of a float's bits.
+__device__ __forceinline__ void add_product(float& sum, unsigned x, unsigned y) {
+  sum = fmaf(__uint_as_float(x << 16), __uint_as_float(y << 16), sum);
+  sum = fmaf(__uint_as_float(x & 0xffff0000u), __uint_as_float(y & 0xffff0000u), sum);
+}
+
+// add_deltas makes delta = <out, dO> of a task's heads, a warp a head: kWarps at a time, of those the `from`-th to the
+// `to`-th. What the task's note says is read anew for each, and there is no branch of some lanes, after which the
+// compiler would keep in as many registers what is the same in all of them: the gatherer has none left.
+template <int kWarps, int kColumns, int kUnroll>
+__device__ __forceinline__ void add_deltas(float* stats, float* delta, const void* out, const void* grad_out,
+                                           const volatile int* note, int from, int to, int heads) {
+#pragma unroll 1
+  for (int i = from; i < to; i++) {
+    const int left = min(heads - note[1], 64), h = min(static_cast<int>(i * kWarps + thread() / 32), left - 1);
+    const int64_t row = static_cast<int64_t>(note[0]) * heads + note[1] + h;
+    float sum = 0.f;
+#pragma unroll kUnroll
+    for (int c = 0; c < kColumns; c += 256) {
+      const int64_t at = row * (kColumns / 8) + (c / 8 + thread() % 32);
+      const uint4 os = static_cast<const uint4*>(out)[at], gs = static_cast<const uint4*>(grad_out)[at];
+      add_product(sum, os.x, gs.x), add_product(sum, os.y, gs.y);
+      add_product(sum, os.z, gs.z), add_product(sum, os.w, gs.w);
+    }
+#pragma unroll
+    for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
+    sum = stats[h] < INFINITY ? sum : 0.f;
+    const float shift = fmaf(stats[64 + h], sum, stats[128 + h]);
+    const int counts = thread() % 32 == 0 && i * kWarps + thread() / 32 < left;
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %4, 0; @p st.global.f32 [%0], %1; @p st.shared.f32 [%2], %3;}"
+                 ::"l"(delta + row), "f"(sum), "r"(shared_address(stats + 128 + h)), "f"(shift), "r"(counts)
+                 : "memory");
   }
 }
 
 // The two halves of a block's softmax gradient, on [64 heads, 64 slots] fp32 accumulators. Between them P is kept in
 // fp16, at 2^15 times its value, for half of the registers: 11 bits are 8 times finer than the bf16 of the products.
 // Weights below 2^-29 have fewer, in steps of 2^-39.
-// stats is, of the heads, [64] each: lse over the keys alone, base 2; what the sink leaves of P; that times delta, less
-// the gradient of lse.
+// stats is what load_heads makes.
 constexpr float kUnit = 32768.f;
 
-// pack_probabilities makes P = exp2(s * scale - lse) of the first `left` slots, zeros for the others.
+// pack_probabilities makes P = exp2(s * scale - lse) of the first `left` slots, zeros for the others; of a thread's 16
+// pairs those from kFrom to kTo.
+template <int kFrom, int kTo>
 __device__ __forceinline__ void pack_probabilities(const float* s, unsigned* packed, const float* stats, float scale,
                                                    int left) {
   const unsigned t = thread();
@@ -64,7 +144,7 @@ __device__ __forceinline__ void pack_probabilities(const float* s, unsigned* pac
   const float shift[2] = {15.f - lse[0], 15.f - lse[8]};
   left -= t % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
+  for (int i = kFrom; i < kTo; i++) {
     const float p = exp2f(fminf(fmaf(s[i * 2], scale, shift[i % 2]), 15.f));
     const float q = exp2f(fminf(fmaf(s[i * 2 + 1], scale, shift[i % 2]), 15.f));
     const __half2 two = __floats2half2_rn(i / 2 * 8 < left ? p : 0.f, i / 2 * 8 + 1 < left ? q : 0.f);
@@ -108,11 +188,6 @@ __device__ __forceinline__ void store_gradients(const unsigned* packed, const fl
     store_matrices(p_to ^ i * 32, p);
     store_matrices(ds_to ^ i * 32, ds);
   }
-}
-
-__device__ __forceinline__ void copy_16(void* tile, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::
-               "r"(shared_address(tile)), "l"(from) : "memory");
 }
 
 // compact_row writes the numbers of the keys that a query's slots name, in their order, then -1 up to a multiple of 64

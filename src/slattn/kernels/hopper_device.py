@@ -249,7 +249,7 @@ __device__ __forceinline__ void hear_block(const int* block, const float* factor
   asm volatile("{.reg .pred p, q; setp.eq.u32 p, %6, 0; setp.eq.u32 q, %7, 0;"
                "@p ld.volatile.shared.v2.s32 {%0, %1}, [%4];"
                "@q ld.volatile.shared.f32 %2, [%5]; @q ld.volatile.shared.f32 %3, [%5 + 32];}"
-               : "=r"(what[0]), "=r"(what[1]), "=f"(factor[0]), "=f"(factor[1])
+               : "=&r"(what[0]), "=&r"(what[1]), "=&f"(factor[0]), "=&f"(factor[1])
                : "r"(shared_address(block)), "r"(shared_address(factors + quad_row())), "r"(threadIdx.x % 32),
                  "r"(threadIdx.x % 4) : "memory");
 #pragma unroll

@@ -185,6 +185,8 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
             ahead = 0
             for i in T.unroll(2):
                 here[i] = next[i]
+        T.ptx_commit_group()
+        T.ptx_wait_group(0)  # no thread ends while a copy of its is on its way
         announce(m, at, END, 0, here)
         T.barrier_arrive(m.left_full[at[0]])
 

@@ -15,10 +15,10 @@ def prepare(config: PrepareConfig) -> Any:
     """The program for one configuration.
 
     Parameters of the program, all contiguous: Out, GradOut [T * H, d_v / 64, 64]; Lse [T * H] (natural, keys only,
-    +inf for an empty row); Sink [H] (any length, not read, unless use_sink); Delta, Lse2 and GradSink [T * H]
-    (written; GradSink, each query's share of the sink's gradient, only with use_sink); heads H; use_lse, without
-    which only Delta is written, whatever the row; use_sink; Norm [T * H] (written with use_norm, the sum of
-    |grad_out|).
+    +inf for an empty row); Sink [H] (any length, not read, unless use_sink); Delta, Lse2 and SinkWeight [T * H]
+    (written; SinkWeight, what of each row's weight the sink has, only with use_sink); heads H; use_lse, without which
+    only Delta is, whatever the row; use_sink; Norm [T * H] (written with use_norm, the sum of |grad_out|). Where the
+    configuration makes no delta, Out, GradOut, Delta and Norm are not touched.
     """
     block, threads = config.rows, config.threads
     rows, pieces, sinks, norms = T.dynamic("rows, pieces, sinks, norms")
@@ -31,7 +31,7 @@ def prepare(config: PrepareConfig) -> Any:
         Sink: T.Tensor((sinks,), FP32),
         Delta: T.Tensor((rows,), FP32),
         Lse2: T.Tensor((rows,), FP32),
-        GradSink: T.Tensor((rows,), FP32),
+        SinkWeight: T.Tensor((rows,), FP32),
         heads: T.int32,
         use_lse: T.int32,
         use_sink: T.int32,
@@ -39,32 +39,33 @@ def prepare(config: PrepareConfig) -> Any:
         use_norm: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, block), threads=threads) as bx:
-            product = T.alloc_fragment((block, 64), FP32)
-            size = T.alloc_fragment((block, 64), FP32)
             norm = T.alloc_fragment((block,), FP32)
             delta = T.alloc_fragment((block,), FP32)
             sink = T.alloc_fragment((block,), FP32)
             lse = T.alloc_fragment((block,), FP32)
             peak = T.alloc_fragment((block,), FP32)
             lse2 = T.alloc_fragment((block,), FP32)
-            T.fill(product, 0)
-            T.fill(size, 0)
-            for c in T.serial(pieces):
-                for i, j in T.Parallel(block, 64):
-                    if bx * block + i < rows:
-                        product[i, j] += T.cast(Out[bx * block + i, c, j], FP32) * T.cast(
-                            GradOut[bx * block + i, c, j], FP32
-                        )
-                        size[i, j] += T.abs(T.cast(GradOut[bx * block + i, c, j], FP32))
-            T.reduce_sum(product, delta, dim=1)
-            T.reduce_sum(size, norm, dim=1)
+            if config.delta:
+                product = T.alloc_fragment((block, 64), FP32)
+                size = T.alloc_fragment((block, 64), FP32)
+                T.fill(product, 0)
+                T.fill(size, 0)
+                for c in T.serial(pieces):
+                    for i, j in T.Parallel(block, 64):
+                        if bx * block + i < rows:
+                            product[i, j] += T.cast(Out[bx * block + i, c, j], FP32) * T.cast(
+                                GradOut[bx * block + i, c, j], FP32
+                            )
+                            size[i, j] += T.abs(T.cast(GradOut[bx * block + i, c, j], FP32))
+                T.reduce_sum(product, delta, dim=1)
+                T.reduce_sum(size, norm, dim=1)
             for i in T.Parallel(block):
                 if bx * block + i < rows:
-                    if use_norm != 0:
-                        Norm[bx * block + i] = norm[i]
-                    if use_lse == 0:
+                    if config.delta:
                         Delta[bx * block + i] = delta[i]
-                    else:
+                        if use_norm != 0:
+                            Norm[bx * block + i] = norm[i]
+                    if use_lse != 0:
                         lse[i] = Lse[bx * block + i]
                         sink[i] = -T.infinity(FP32)
                         if use_sink != 0:
@@ -73,13 +74,14 @@ def prepare(config: PrepareConfig) -> Any:
                         lse2[i] = peak[i] * LOG2E
                         if peak[i] < T.infinity(FP32):
                             lse2[i] += T.log2(T.exp2((lse[i] - peak[i]) * LOG2E) + T.exp2((sink[i] - peak[i]) * LOG2E))
-                        Delta[bx * block + i] = T.if_then_else(lse[i] < T.infinity(FP32), delta[i], 0.0)
                         Lse2[bx * block + i] = lse2[i]
+                        if config.delta and lse[i] == T.infinity(FP32):
+                            Delta[bx * block + i] = 0
                         if use_sink != 0:
                             # exp(sink - lse with sink), written so that neither infinity can meet itself
-                            GradSink[bx * block + i] = T.if_then_else(
+                            SinkWeight[bx * block + i] = T.if_then_else(
                                 T.max(lse[i], T.abs(sink[i])) < T.infinity(FP32),
-                                -delta[i] / (1.0 + T.exp2((lse[i] - sink[i]) * LOG2E)),
+                                1.0 / (1.0 + T.exp2((lse[i] - sink[i]) * LOG2E)),
                                 0.0,
                             )
 
