@@ -145,6 +145,8 @@ def backward(
     config = backward_config(_arch(q.device), problem.heads, problem.head_dim)
     hopper = isinstance(config, HopperBackwardConfig) and all(needs[:2]) and norm is None
     within = hopper and problem.keys > 0 and problem.slots >= DELTA_WITHIN
+    if hopper:  # both are compiled at first, so that no other number of slots compiles one
+        kernel(PREPARE_LSE), kernel(PrepareConfig(_arch(q.device)))
     delta, lse2, weight = prepare(problem, None if within else out, lse, grad_out, attn_sink, norm)
     dq, dkv = main_backward(
         *(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse),

@@ -259,7 +259,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 T.sync_threads(1, GROUP)
                 T.wgmma_gemm(m.ds[step % buffers, :, :], m.kv[:, 2 * SHARE : dim], dq, clear_accum=b == 0)
                 T.wait_wgmma(0)
-                arrive(m.key_free, 2)
+                T.barrier_arrive(m.key_free[2])  # each lane for itself, as it has read the heads' numbers
                 step += 1
             store_query(g, m, dq, task, 2 * SHARE)
             task += 1
@@ -409,7 +409,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 rows=T.alloc_shared((3, BLOCK), INT32, scope="shared"),
                 task=T.alloc_shared((NOTES, 3), INT32, scope="shared"),
                 key_full=T.alloc_barrier([GROUP] * 2),
-                key_free=T.alloc_barrier([WARPS] * 3),  # of the share of each group's dQ
+                key_free=T.alloc_barrier([WARPS, WARPS, GROUP]),  # of the share of each group's dQ
                 scores_full=T.alloc_barrier(WARPS),
                 scores_free=T.alloc_barrier([2 * WARPS] * buffers),
                 query_full=T.alloc_barrier([WARPS] * len(pieces)),

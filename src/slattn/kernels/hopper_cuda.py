@@ -121,6 +121,7 @@ __device__ __forceinline__ void add_deltas(float* stats, float* delta, const voi
     for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
     sum = stats[h] < INFINITY ? sum : 0.f;
     const float shift = fmaf(stats[64 + h], sum, stats[128 + h]);
+    __syncwarp();  // all lanes have read what one writes
     const int counts = thread() % 32 == 0 && i * kWarps + thread() / 32 < left;
     asm volatile("{.reg .pred p; setp.ne.s32 p, %4, 0; @p st.global.f32 [%0], %1; @p st.shared.f32 [%2], %3;}"
                  ::"l"(delta + row), "f"(sum), "r"(shared_address(stats + 128 + h)), "f"(shift), "r"(counts)
