@@ -33,7 +33,7 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
-DELTA_WITHIN = 512  # slots from which on Hopper's backward makes delta itself, beside the copies of a row's keys
+DELTA_WITHIN = 1024  # slots from which on Hopper's backward makes delta itself: below, it delays the copies of keys
 ANY_LAYOUT = True  # see slattn.backends
 _HERE = contextlib.nullcontext()
 

@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_deltas(float* stats, float* delta, const voi
                                            const volatile int* note, int from, int to, int heads) {
 #pragma unroll 1
   for (int i = from; i < to; i++) {
-    const int left = min(heads - note[1], 64), h = min(static_cast<int>(i * kWarps + thread() / 32), left - 1);
+    const int left = min(heads - note[1], 64), mine = i * kWarps + thread() / 32, h = min(mine, left - 1);
     const int64_t row = static_cast<int64_t>(note[0]) * heads + note[1] + h;
     float sum = 0.f;
 #pragma unroll kUnroll
@@ -119,12 +119,12 @@ __device__ __forceinline__ void add_deltas(float* stats, float* delta, const voi
     }
 #pragma unroll
     for (int bit = 16; bit > 0; bit /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, bit);
-    sum = stats[h] < INFINITY ? sum : 0.f;
-    const float shift = fmaf(stats[64 + h], sum, stats[128 + h]);
+    sum = stats[mine] < INFINITY ? sum : 0.f;
+    const float shift = fmaf(stats[64 + mine], sum, stats[128 + mine]);
     __syncwarp();  // all lanes have read what one writes
-    const int counts = thread() % 32 == 0 && i * kWarps + thread() / 32 < left;
+    const int counts = thread() % 32 == 0 && mine < left;
     asm volatile("{.reg .pred p; setp.ne.s32 p, %4, 0; @p st.global.f32 [%0], %1; @p st.shared.f32 [%2], %3;}"
-                 ::"l"(delta + row), "f"(sum), "r"(shared_address(stats + 128 + h)), "f"(shift), "r"(counts)
+                 ::"l"(delta + row), "f"(sum), "r"(shared_address(stats + 128 + mine)), "f"(shift), "r"(counts)
                  : "memory");
   }
 }
