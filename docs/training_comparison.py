@@ -4,19 +4,20 @@ python docs/training_comparison.py --steps 2000 --out out/comparison            
 python docs/training_comparison.py --steps 20 --device cpu --backend reference            # whether it works
 python docs/training_comparison.py --from out/comparison/comparison.json --out docs       # draws it elsewhere
 
-Five runs, a process each, spread over the GPUs there are:
+Eight runs, a process each, spread over the GPUs there are:
 
-    backend        every hundred steps also the gradients of a batch, against the reference's at the same weights
+    backend         every hundred steps also the gradients of a batch, against the reference's at the same weights
     reference
-    nudged         the reference again, each weight at first changed by about one rounding to bfloat16: what rounding
-                   alone does to a run
-    deterministic  the backend in deterministic mode
-    resumed        the same, stopped half way and gone on with from its checkpoint by a new trainer
+    nudged 1 to 4   the reference again, each weight at first changed by about one rounding to bfloat16, four ways: what
+                    rounding alone does to a run
+    deterministic   the backend in deterministic mode
+    resumed         the same, stopped half way and gone on with from its checkpoint by a new trainer
 
-The backend's losses have to lie within twice the nudged run's distance of the reference's; each weight's gradient
-within five times what a nudge does to it, for the backend rounds in each layer; the last two runs have to end in the
-same bits. Writes comparison.json and comparison.png into --out; the exit status is 1 where something is not finite,
-lies further away, differs, or is not complete for --seconds.
+The losses of the backend, in either mode, have to lie within twice the distance of the reference's that any two of the
+reference's five runs have from one another; each weight's gradient within five times what a nudge does to it, for the
+backend rounds in each layer; the last two runs have to end in the same bits. Writes comparison.json and comparison.png
+into --out; the exit status is 1 where something is not finite, lies further away, differs, or is not complete for
+--seconds.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -47,8 +49,9 @@ from slattn.demo.train import Trainer, device_name
 OVER = 50  # steps in a mean of losses
 EVERY = 100  # steps between comparisons of gradients
 ROUNDING = 2.0**-9  # relative, of bfloat16
-COLOURS = {"backend": "#c2541b", "reference": "#2563a8", "nudged": "#8a8a8a"}
-RUNS = ("backend", "reference", "nudged", "deterministic", "resumed")
+COLOURS = {"backend": "#c2541b", "deterministic": "#d89a3a", "reference": "#2563a8", "nudged": "#8a8a8a"}
+NUDGED = tuple(f"nudged {number}" for number in (1, 2, 3, 4))
+RUNS = ("backend", "reference", *NUDGED, "deterministic", "resumed")
 
 
 def main() -> int:
@@ -104,7 +107,7 @@ def train(options: argparse.Namespace, name: str) -> dict[str, Any]:
         torch.set_num_threads(1)  # runs side by side have the cores already
     exact = name in ("deterministic", "resumed")
     with deterministic() if exact else contextlib.nullcontext():
-        return trained(options, name, "reference" if name in ("reference", "nudged") else options.backend)
+        return trained(options, name, "reference" if name in ("reference", *NUDGED) else options.backend)
 
 
 @contextlib.contextmanager
@@ -120,8 +123,8 @@ def deterministic() -> Iterator[None]:
 def trained(options: argparse.Namespace, name: str, backend: str) -> dict[str, Any]:
     run = trainer(options, name, backend)
     scratch = trainer(options, name, "reference") if name == "backend" else None
-    if name == "nudged":
-        nudge(run)
+    if name in NUDGED:
+        nudge(run, 1 + NUDGED.index(name))
     gradients, begun = [], time.monotonic()
     while run.step < options.steps and time.monotonic() - begun < options.seconds:
         if scratch is not None and (run.step % EVERY == 0 or run.step == options.steps - 1):
@@ -154,13 +157,15 @@ def compared(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> di
     steps = min(len(run["losses"]) for run in runs.values())
     losses = {name: run["losses"][:steps] for name, run in runs.items()}
     gradients = runs["backend"]["gradients"]
-    apart = {name: distance(losses[name], losses["reference"]) for name in ("backend", "nudged")}
+    apart = {name: distance(losses[name], losses["reference"]) for name in ("backend", "deterministic")}
+    alike = itertools.combinations(("reference", *NUDGED), 2)
+    apart["nudged"] = max(distance(losses[name], losses[other]) for name, other in alike)
     finite = all(math.isfinite(loss) for run in losses.values() for loss in run)
     finite = finite and all(math.isfinite(each["all"]) for each in gradients)
     once, again = runs["deterministic"], runs["resumed"]
     differ = [name for name, bits in once["weights"].items() if bits != again["weights"][name]]
     differ += ["losses"] * (once["losses"] != again["losses"])
-    near = apart["backend"] <= 2 * apart["nudged"] and all(each["excess"] <= 5 for each in gradients)
+    near = all(apart[name] <= 2 * apart["nudged"] for name in apart) and all(each["excess"] <= 5 for each in gradients)
     complete = steps == options.steps
     return {
         "passed": finite and near and complete and not differ,
@@ -182,9 +187,9 @@ def compared(options: argparse.Namespace, runs: dict[str, dict[str, Any]]) -> di
     }
 
 
-def nudge(run: Trainer) -> None:
-    """Change each weight by about one rounding to bfloat16."""
-    generator = torch.Generator(run.device).manual_seed(run.seed + 1)
+def nudge(run: Trainer, number: int = 1) -> None:
+    """Change each weight by about one rounding to bfloat16; each number another way."""
+    generator = torch.Generator(run.device).manual_seed(run.seed + number)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter *= 1 + ROUNDING * torch.randn(parameter.shape, generator=generator, device=run.device)
@@ -245,13 +250,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, apart, gradients = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1.4, 1.4))
-    names = {"backend": report["backend"], "reference": "reference", "nudged": "reference, weights nudged"}
+    names = {"backend": report["backend"], "deterministic": f"{report['backend']}, deterministic"}
+    names |= {"reference": "reference", **{name: f"reference, weights {name}" for name in NUDGED}}
     reference = means(report["losses"]["reference"])
     first = report["steps"] - len(reference) + 1
     steps = range(first, first + len(reference))
     for name, label in names.items():
         curve = means(report["losses"][name])
-        style = {"color": COLOURS[name], "linewidth": 2.6 if name == "reference" else 1.0}
+        style = {"color": COLOURS[name.partition(" ")[0]], "linewidth": 2.6 if name == "reference" else 1.0}
         losses.plot(steps, curve, **style, label=f"{label}: held out {report['held_out'][name]:.4f}")
         if name != "reference":
             apart.plot(steps, [a - b for a, b in zip(curve, reference, strict=True)], **style)
@@ -278,8 +284,8 @@ def summary(report: dict[str, Any]) -> str:
     trained = sum(report["seconds"].values())
     return (
         f"{report['steps']} steps on {report['device']}, {report['heads']} heads of {report['head_dim']}: losses of "
-        f"{report['backend']} are {apart['backend']:.2g} from the reference's, those of a nudged reference "
-        f"{apart['nudged']:.2g} (nats, root mean square).\n"
+        f"{report['backend']} are {apart['backend']:.2g} and, deterministic, {apart['deterministic']:.2g} from the "
+        f"reference's, nudged references' up to {apart['nudged']:.2g} from one another (nats, root mean square).\n"
         f"Held out: {', '.join(f'{name} {loss:.4f}' for name, loss in report['held_out'].items())}.\n"
         f"Gradients of {len(report['gradients'])} batches differ by {worst['all']:.2g} at most (step {worst['step']}); "
         f"a weight's by {excess:.2g} times what a nudge of the weights does to it.\n"

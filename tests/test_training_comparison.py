@@ -37,7 +37,7 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def compare(comparison: Any, out: Path, **changes: object) -> dict[str, Any]:
-    """The report of five runs, one after another in this process."""
+    """The report of all runs, one after another in this process."""
     settings = {"steps": 6, "seed": 0, "backend": "reference", "device": "cpu", "heads": 2, "head_dim": 64}
     options = argparse.Namespace(**settings | {"out": out, "seconds": 1e9} | changes)
     report = comparison.compared(options, {name: comparison.train(options, name) for name in comparison.RUNS})
@@ -48,7 +48,7 @@ def compare(comparison: Any, out: Path, **changes: object) -> dict[str, Any]:
 def test_equal_runs_pass(comparison: Any, tmp_path: Path):
     report = compare(comparison, tmp_path)
     assert report["passed"]
-    assert report["apart"]["backend"] == 0.0 < report["apart"]["nudged"]
+    assert report["apart"]["backend"] == report["apart"]["deterministic"] == 0.0 < report["apart"]["nudged"]
     assert [each["step"] for each in report["gradients"]] == [0, 3, 5]
     assert all(each["all"] == 0.0 < min(each["nudged"], each["norm"]) for each in report["gradients"])
     assert "the same bits" in comparison.summary(report)
@@ -96,6 +96,26 @@ def test_a_resumed_run_that_forgets_fails(comparison: Any, tmp_path: Path, monke
     monkeypatch.setattr(train.Trainer, "restore", restore)
     report = compare(comparison, tmp_path)
     assert report["differ"]
+    assert not report["passed"]
+
+
+@pytest.mark.parametrize("run", ["backend", "deterministic"])
+def test_losses_far_from_the_references_fail(
+    comparison: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str
+):
+    """Further than twice what rounding does."""
+    true_train = comparison.train
+
+    def train_elsewhere(options: argparse.Namespace, name: str) -> dict[str, Any]:
+        trained = true_train(options, name)
+        if name == run or (run, name) == ("deterministic", "resumed"):
+            trained["losses"] = [loss + 0.5 for loss in trained["losses"]]
+        return trained
+
+    monkeypatch.setattr(comparison, "train", train_elsewhere)
+    report = compare(comparison, tmp_path)
+    assert report["apart"][run] == pytest.approx(0.5)
+    assert not report["differ"]
     assert not report["passed"]
 
 
