@@ -410,7 +410,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 task=T.alloc_shared((NOTES, 3), INT32, scope="shared"),
                 key_full=T.alloc_barrier([GROUP] * 2),
                 key_free=T.alloc_barrier([WARPS, WARPS, GROUP]),  # of the share of each group's dQ
-                scores_full=T.alloc_barrier(WARPS),
+                scores_full=T.alloc_barrier(WARPS),  # one for both buffers: with one of keys the front is a block ahead
                 scores_free=T.alloc_barrier([2 * WARPS] * buffers),
                 query_full=T.alloc_barrier([WARPS] * len(pieces)),
                 query_free=T.alloc_barrier([2 * WARPS] * len(pieces)),
