@@ -10,6 +10,8 @@ first, side by side (`slattn.commands.ahead`).
     slattn bench --quick                                 a smoke run: one shape, short blocks, one round
     slattn bench --shape v4-flash --pass bwd             one figure
     slattn bench --json bench.json --plot bench.png      all shapes
+    slattn bench --pass bwd --deterministic              deterministic mode too
+    slattn bench --beside ../before                      another checkout of slattn too, in the same run
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import datetime
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,16 +29,15 @@ from typing import Any
 
 import torch
 
+import slattn
 from slattn import backends, testing
-from slattn.commands import ahead, doctor, edge
+from slattn.commands import ahead, beside, doctor, edge
 from slattn.commands.check import run_backend, text
 from slattn.commands.edge import UsageError
 from slattn.commands.progress import Progress
 from slattn.commands.tables import PASSES, Row, markdown, table
 from slattn.commands.timing import Clock, Contestant, describe, measure, warm_up
-from slattn.ops import sparse_attention, sparse_attention_backward
 from slattn.peers import PEERS, Unsuitable
-from slattn.selection import select_backend
 
 # Checked before anything is timed: the head dimensions and head counts of the shapes, and data that has to be masked.
 GATE = (
@@ -70,6 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="may be given more than once; default: all that run here, on a GPU without the reference",
     )
     parser.add_argument("--no-peers", action="store_true", help="measure no peers")
+    parser.add_argument("--deterministic", action="store_true", help="measure the backward in deterministic mode too")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="measure the backends of another checkout of slattn too; may be given more than once",
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run: the first shape, short blocks, one round")
     parser.add_argument(
         "--block", type=edge.seconds, default=0.4, metavar="S", help="seconds a block lasts (default 0.4)"
@@ -116,6 +126,8 @@ def main(args: argparse.Namespace) -> int:
         edge.quiet_tilelang()
     if args.quick:
         args.block, args.rounds = min(args.block, 0.05), 1
+    for checkout in args.beside:
+        beside.load(checkout)
     names = args.backend or [name for name in backends.MODULES if name != "reference" or device.type == "cpu"]
     shapes = args.shape or (list(testing.BENCH_SHAPES.values()) if device.type == "cuda" else [CPU_SHAPE])
     if args.quick and not args.shape:
@@ -131,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
         "machine": doctor.gather(),
     }
     rows: list[Row] = []
-    per_group = (1 + len(names) + len(PEERS)) * args.rounds * 2
+    per_group = (1 + len(names) * (1 + len(args.beside)) * (1 + args.deterministic) + len(PEERS)) * args.rounds * 2
     with Progress(len(shapes) * len(passes) * per_group) as progress:
         for shape in shapes:
             for pass_ in passes:
@@ -251,7 +263,7 @@ def bench_group(
     clock = Clock(device)
     try:
         inputs = testing.bench_inputs(shape, device, args.seed)
-        contestants = list(_contestants(inputs, pass_, names, device, with_peers=not args.no_peers))
+        contestants = list(_contestants(inputs, pass_, names, device, args))
     except Exception as error:
         return [Row(shape.name, pass_, "inputs", "matmul", *(None,) * 6, note=describe(error))]
     where = f"{shape.name} {pass_}"
@@ -285,15 +297,17 @@ def matmul_flops(device: torch.device) -> int:
 
 
 def _contestants(
-    inputs: testing.Inputs, pass_: str, names: Sequence[str], device: torch.device, *, with_peers: bool
+    inputs: testing.Inputs, pass_: str, names: Sequence[str], device: torch.device, args: argparse.Namespace
 ) -> Iterator[Contestant]:
     side = matmul_size(device)
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield Contestant(f"matmul {side}", "matmul", functools.partial(torch.matmul, a, b))
-    for name in names:
-        yield _made(name, "backend", functools.partial(_backend_call, inputs, pass_, name))
-    for peer in PEERS if with_peers else ():
+    packages = {"": slattn} | {f" of {beside.name_of(checkout)}": beside.load(checkout) for checkout in args.beside}
+    modes = {"": None} | ({", deterministic": True} if args.deterministic and pass_ == "bwd" else {})
+    for name, (whose, package), (how, mode) in itertools.product(names, packages.items(), modes.items()):
+        yield _made(name + whose + how, "backend", functools.partial(_backend_call, inputs, pass_, name, package, mode))
+    for peer in PEERS if not args.no_peers else ():
         make = peer.make_forward if pass_ == "fwd" else peer.make_backward
         if make is None:
             continue
@@ -313,8 +327,10 @@ def _made(name: str, kind: str, make: Callable[[], Callable[[], object]]) -> Con
         return Contestant(name, kind, None, note=describe(error))
 
 
-def _backend_call(inputs: testing.Inputs, pass_: str, name: str) -> Callable[[], object]:
-    """A call of the public functions. Raises BackendRefusal where the backend does not take these inputs."""
+def _backend_call(
+    inputs: testing.Inputs, pass_: str, name: str, package: Any = slattn, deterministic: bool | None = None
+) -> Callable[[], object]:
+    """A call of a package's public functions. Raises BackendRefusal where the backend does not take these inputs."""
     tensors = (inputs.q, inputs.kv, inputs.indices)
     settings: dict[str, Any] = {
         "attn_sink": inputs.attn_sink,
@@ -322,17 +338,18 @@ def _backend_call(inputs: testing.Inputs, pass_: str, name: str) -> Callable[[],
         "scale": inputs.scale,
         "d_v": inputs.d_v,
         "backend": name,
+        "deterministic": deterministic,
     }
-    select_backend(*tensors, **settings)
+    package.select_backend(*tensors, **settings)
 
     @torch.no_grad()
     def forward() -> Any:
-        return sparse_attention(*tensors, **settings, return_lse=True)
+        return package.sparse_attention(*tensors, **settings, return_lse=True)
 
     if pass_ == "fwd":
         return forward
     out, lse = forward()
-    return lambda: sparse_attention_backward(*tensors, out, lse, inputs.grad_out, **settings)
+    return lambda: package.sparse_attention_backward(*tensors, out, lse, inputs.grad_out, **settings)
 
 
 def _rows(shape: str, pass_: str, flops: int, of_matmul: int, contestants: Sequence[Contestant]) -> list[Row]:
