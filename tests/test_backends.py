@@ -105,17 +105,6 @@ def test_reference_on_a_gpu(case: Case):
     assert [row.tensor for row in rows if not row.passed] == []
 
 
-@gpu
-@pytest.mark.parametrize("within", [True, False])
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.heads > 32 and case.head_dim >= 512])
-def test_delta_within_the_hopper_backward_and_before_it(name: str, within: bool, monkeypatch: pytest.MonkeyPatch):
-    """Which of the two a call takes goes by its number of slots; both have to be right for any."""
-    from slattn.backends import tilelang
-
-    monkeypatch.setattr(tilelang, "DELTA_WITHIN", 1 if within else 2**31)
-    assert [row.tensor for row in check(BY_NAME[name], "tilelang", "cuda") if not row.passed] == []
-
-
 def test_budgets_notice_a_second_rounding(monkeypatch: pytest.MonkeyPatch):
     """The model rounds P and dS once and meets every budget (above); rounding twice must not."""
     monkeypatch.setattr(kernel_model, "EXTRA_ROUNDINGS", True)

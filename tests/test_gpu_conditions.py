@@ -12,8 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from slattn import BackendRefusal, attention_slot_probs, select_backend, sparse_attention
+from slattn.backends import tilelang
 from slattn.kernels.build import kernel
-from slattn.testing import Case, Inputs, make_inputs, relative_error, run
+from slattn.testing import CASES, Case, Inputs, check, make_inputs, relative_error, run
 from test_backends import run_or_skip
 
 pytestmark = pytest.mark.gpu
@@ -291,3 +292,13 @@ def test_vmap_is_refused_in_a_sentence():
 def test_auto_takes_the_kernels():
     x = make_inputs(CASE, "cuda")
     assert select_backend(x.q, x.kv, x.indices) == "tilelang"
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.heads > 32 and case.head_dim >= 512], ids=lambda case: case.name
+)
+def test_delta_within_the_hopper_backward_and_before_it(case: Case, within: bool, monkeypatch: pytest.MonkeyPatch):
+    """Which of the two a call takes goes by its number of slots; both have to be right for any."""
+    monkeypatch.setattr(tilelang, "DELTA_WITHIN", 1 if within else 2**31)
+    assert [row.tensor for row in check(case, "tilelang", "cuda") if not row.passed] == []
