@@ -33,7 +33,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_is_another_package_in_all_it_does(checkout: Path) -> None:
     other = beside.load(str(checkout))
-    assert other.__name__ == beside.name_of(str(checkout)) == "slattn_what_was_before"
+    assert other.__name__ == "slattn_what_was_before"
     q, kv = torch.randn(3, 2, 16), torch.randn(5, 16)
     indices = torch.randint(5, (3, 4), dtype=torch.int32)
     got, want = (package.sparse_attention(q, kv, indices) for package in (other, slattn))
@@ -67,6 +67,14 @@ def test_what_is_no_checkout_or_does_not_load_is_told(tmp_path: Path, capsys: py
     (broken / "src" / "slattn" / "__init__.py").write_text("import nothing_of_this_name\n")
     with pytest.raises(UsageError, match="cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this"):
         beside.load(str(broken))
+
+
+def test_two_of_one_name(checkout: Path, tmp_path: Path) -> None:
+    again = tmp_path / checkout.name
+    shutil.copytree(PACKAGE, again / "src" / "slattn", ignore=shutil.ignore_patterns("__pycache__"))
+    first, second = (beside.load(str(path)) for path in (checkout, again))
+    assert first.__name__ + "_" == second.__name__
+    assert first is beside.load(str(checkout)) is not second
 
 
 def test_the_copy_goes_with_the_process(checkout: Path) -> None:

@@ -303,7 +303,8 @@ def _contestants(
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield Contestant(f"matmul {side}", "matmul", functools.partial(torch.matmul, a, b))
-    packages = {"": slattn} | {f" of {beside.name_of(checkout)}": beside.load(checkout) for checkout in args.beside}
+    others = [beside.load(checkout) for checkout in args.beside]
+    packages = {"": slattn} | {f" of {package.__name__}": package for package in others}
     modes = {"": None} | ({", deterministic": True} if args.deterministic and pass_ == "bwd" else {})
     for name, (whose, package), (how, mode) in itertools.product(names, packages.items(), modes.items()):
         yield _made(name + whose + how, "backend", functools.partial(_backend_call, inputs, pass_, name, package, mode))

@@ -19,11 +19,6 @@ from typing import Any
 from slattn.commands.edge import UsageError
 
 
-def name_of(checkout: str) -> str:
-    """The name under which a checkout's package is imported: slattn_ and its directory's, as an identifier."""
-    return "slattn_" + (re.sub(r"\W+", "_", Path(checkout).resolve().name) or "root")
-
-
 @functools.cache
 def _directory() -> tempfile.TemporaryDirectory[str]:
     directory = tempfile.TemporaryDirectory(prefix="slattn-beside-")  # goes with the process
@@ -33,7 +28,7 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def load(checkout: str) -> Any:
-    """The package of a checkout, a directory that holds src/slattn.
+    """The package of a checkout, a directory that holds src/slattn, as slattn_ and the directory's name.
 
     Raises:
         UsageError: there is none; or it cannot be imported, with the reason.
@@ -41,8 +36,9 @@ def load(checkout: str) -> Any:
     package = Path(checkout) / "src" / "slattn"
     if not (package / "__init__.py").is_file():
         raise UsageError(f"--beside {checkout}: expected a checkout of slattn, and there is no {package}/__init__.py")
-    name = name_of(checkout)
-    copy = Path(_directory().name) / name
+    name = "slattn_" + re.sub(r"\W", "_", Path(checkout).resolve().name)
+    while (copy := Path(_directory().name) / name).exists():  # of another directory of that name
+        name += "_"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
     for path in copy.rglob("*.py"):
         path.write_text(renamed(path.read_text(), name))
