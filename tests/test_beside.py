@@ -59,9 +59,11 @@ def test_bench_measures_both_in_one_run(
     assert all(row["ms"] > 0 for row in rows)
 
 
-def test_what_is_no_checkout_or_does_not_load_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_measured_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("bench", "--device", "cpu", "--beside", str(tmp_path))) == 2
     assert "expected a checkout of slattn, and there is no" in capsys.readouterr().err
+    assert cli.main(("bench", "--device", "cpu", "--deterministic", "--pass", "fwd")) == 2
+    assert "--deterministic is about the backward, and --pass fwd measures none" in capsys.readouterr().err
     broken = tmp_path / "broken"
     (broken / "src" / "slattn").mkdir(parents=True)
     (broken / "src" / "slattn" / "__init__.py").write_text("import nothing_of_this_name\n")

@@ -12,6 +12,7 @@ import torch
 import slattn
 from slattn.automodel.tilelang_sparse_mla_fwd import sparse_mqa_fwd_interface
 from slattn.backends import exact, tilelang
+from slattn.kernels.config import PREPARE_LSE, HopperBackwardConfig, PrepareConfig
 from slattn.problem import describe
 
 BATCH, QUERIES, KEYS, SLOTS = 2, 7, 30, 70
@@ -109,17 +110,31 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
 @pytest.mark.parametrize("head_dim", [512, 576])
 @pytest.mark.parametrize("sink", [False, True])
 def test_delta_is_made_within_where_rows_are_long(launches, monkeypatch, head_dim, sink):
-    monkeypatch.setattr(tilelang, "DELTA_WITHIN", SLOTS)
+    """And whichever of the kernels before it runs, both are compiled: another number of slots compiles nothing."""
     problem, (q, kv, indices, sinks, count), grad_out = call(64, head_dim)
     tensors = q, kv, indices, sinks if sink else None, count
     out, lse = tilelang.forward(problem, *tensors)
-    launches.clear()
-    needs = (True, True, sink)
-    gradients = tilelang.backward(
-        *(problem, *tensors, out, lse, grad_out, torch.randn_like(lse)), needs=needs, dkv_dtype=torch.float32
-    )
-    assert [gradient is not None for gradient in gradients] == list(needs)
-    assert [kind for kind, _ in launches] == ["Prepare", "Compact", "HopperBackward", "Finish"]
+    checked, needs = tilelang.kernel, (True, True, sink)
+    compiled = {}
+    for least, before in ((SLOTS, PREPARE_LSE), (SLOTS + 1, PrepareConfig(90))):
+        found, launched = compiled.setdefault(least, set()), []
+
+        def kernel(config, found=found, launched=launched):
+            found.add(config)
+            return lambda *given: (launched.append((config, given)), checked(config)(*given))
+
+        monkeypatch.setattr(tilelang, "kernel", kernel)
+        monkeypatch.setattr(tilelang, "DELTA_WITHIN", least)
+        gradients = tilelang.backward(
+            *(problem, *tensors, out, lse, grad_out, torch.randn_like(lse)), needs=needs, dkv_dtype=torch.float32
+        )
+        assert [gradient is not None for gradient in gradients] == list(needs)
+        (first, _), _, (main, arguments) = launched
+        assert (first, type(main)) == (before, HopperBackwardConfig)
+        use_out, source = arguments[-3], arguments[-4]
+        assert use_out == (least == SLOTS)
+        assert (source.data_ptr() == out.data_ptr()) is bool(use_out)
+    assert compiled[SLOTS] == compiled[SLOTS + 1]
 
 
 @pytest.mark.parametrize("heads", [8, 64])

@@ -142,11 +142,13 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dq, dkv in `dkv_dtype`, dsink in fp32), None where `needs` says so."""
     norm = torch.empty_like(lse) if problem.deterministic and needs[1] else None
-    config = backward_config(_arch(q.device), problem.heads, problem.head_dim)
-    hopper = isinstance(config, HopperBackwardConfig) and all(needs[:2]) and norm is None
+    shape = _arch(q.device), problem.heads, problem.head_dim
+    config = backward_config(*shape, dq=needs[0], dkv=needs[1], deterministic=problem.deterministic)
+    hopper = isinstance(config, HopperBackwardConfig) and not config.deterministic
     within = hopper and problem.keys > 0 and problem.slots >= DELTA_WITHIN
-    if hopper:  # both are compiled at first, so that no other number of slots compiles one
-        kernel(PREPARE_LSE), kernel(PrepareConfig(_arch(q.device)))
+    if hopper:  # the two that the number of slots chooses from: another number is to compile nothing
+        for either in (PREPARE_LSE, PrepareConfig(shape[0])):
+            kernel(either)
     delta, lse2, weight = prepare(problem, None if within else out, lse, grad_out, attn_sink, norm)
     dq, dkv = main_backward(
         *(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse),

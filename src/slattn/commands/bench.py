@@ -126,6 +126,8 @@ def main(args: argparse.Namespace) -> int:
         edge.quiet_tilelang()
     if args.quick:
         args.block, args.rounds = min(args.block, 0.05), 1
+    if args.deterministic and args.pass_ == "fwd":
+        raise UsageError("--deterministic is about the backward, and --pass fwd measures none: give bwd or both")
     for checkout in args.beside:
         beside.load(checkout)
     names = args.backend or [name for name in backends.MODULES if name != "reference" or device.type == "cpu"]

@@ -46,7 +46,7 @@ def pieces_in(half: tuple[int, int], dim: int) -> tuple[int, ...]:
 
 
 def gatherer(config: HopperBackwardConfig, tokens: Any, heads: Any) -> SimpleNamespace:
-    """The macros `gather`, and of a query what all groups do before they part: `plan`, `load_heads`, `add_deltas`."""
+    """`gather`, and what all groups do of it for the first query: `plan`, `load_heads`, `add_deltas`."""
     dim, value_dim = config.head_dim, config.value_dim
     pieces, halves = pieces_of(dim), halves_of(dim)
 
