@@ -197,6 +197,23 @@ def test_a_gradient_of_lse_is_not_the_smaller_for_a_sink(heads, sink):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("scale", [0.0, 1e-20])
+@pytest.mark.parametrize("heads", [9, 64])
+def test_a_gradient_of_lse_is_as_small_as_the_scale_makes_it(heads, scale):
+    """What a sink leaves of grad_out's is then all there is, and no unit may be of the other's size."""
+    q, kv, indices, grad_out = drawn(heads, 512)
+    sinks = torch.full((heads,), 30.0, device="cuda")
+    grad_lse = torch.randn(len(q), heads, device="cuda")
+    exact, usual = (
+        gradients(q, kv, indices, grad_out, grad_lse=grad_lse, attn_sink=sinks, scale=scale, deterministic=x)[1]
+        for x in (True, False)
+    )
+    assert usual.any()
+    assert testing.relative_error(exact, usual) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("loudness", [0, 1, 2])
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 128), (64, 512)])
 def test_rows_of_thousands_of_unequal_parts(heads, head_dim, loudness):

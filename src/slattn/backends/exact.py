@@ -41,15 +41,20 @@ def plain_sums(table: Tensor) -> Sums:
 def exact_sums(
     problem: Problem,
     config: BackwardConfig | HopperBackwardConfig,
+    q: Tensor,
     indices: Tensor,
     topk_length: Tensor | None,
     grad_out: Tensor,
     norm: Tensor | None,
-    lses: tuple[Tensor, ...],
-    use_grad_lse: bool,
+    lse: Tensor,
+    lse2: Tensor,
+    grad_lse: Tensor | None,
 ) -> Sums:
-    """Those of a call, with nothing in them yet. norm: the sum of |grad_out|; lses: lse, grad_lse and lse2; [T, H]."""
-    lse, grad_lse, lse2 = lses
+    """Those of a call, with nothing in them yet. norm: the sum of |grad_out|; lse, lse2 and grad_lse are [T, H]."""
+    lse_part = lse  # a stand-in
+    if grad_lse is not None:  # |scale| times the root mean square of q, were q normal
+        size = torch.linalg.vector_norm(q, 1, dim=-1, dtype=torch.float32).view_as(lse)
+        lse_part = grad_lse * size * (abs(problem.scale) * 1.2533141 / problem.head_dim)
     if norm is None:
         norm = grad_out.abs().sum(-1, dtype=torch.float32)
     keys = problem.batch * problem.keys
@@ -60,8 +65,8 @@ def exact_sums(
     groups = (problem.heads + config.head_tile - 1) // config.head_tile
     shares = torch.cuda.get_device_properties(lse.device).multi_processor_count
     kernel(TallyConfig(config.arch))(
-        *(*slots, norm.view(-1, problem.heads), lse, lse2, grad_lse, expected, size, parts),
-        *(*counts, int(use_grad_lse), problem.value_dim, groups, shares),
+        *(*slots, norm.view(-1, problem.heads), lse, lse2, lse_part, expected, size, parts),
+        *(*counts, int(grad_lse is not None), problem.value_dim, groups, shares),
     )
     kernel(WeighConfig(config.arch))(*slots, expected, size, weight, *counts, groups, shares)
     scales = lse.new_empty(keys)

@@ -268,12 +268,14 @@ def main_backward(
             sums = exact_sums(
                 problem,
                 config,
+                q,
                 indices,
                 topk_length,
                 grad_out,
                 norm,
-                (*lses, lse2.view_as(lses[0])),
-                grad_lse is not None,
+                lses[0],
+                statistics[0],
+                None if grad_lse is None else lses[1],
             )
         elif need_kv and (hopper or dkv is None):
             sums = plain_sums(kv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32))

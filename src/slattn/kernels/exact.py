@@ -18,10 +18,11 @@ def tally(config: TallyConfig) -> Any:
     """The program that notes how much is added to each row of dkv, and of what size (`tally` in exact_cuda).
 
     Parameters of the program, all contiguous: Indices [T, K]; Lengths [T] (any length, not read, unless use_lengths);
-    Norm [T, H], the sum of |dO| over the columns, fp32; Lse (natural, keys only), Lse2 (base 2, with the sink) and
-    GradLse (read with use_grad_lse only) [T, H]; Expected [T] (written); Size and Parts [B * N] int32, zeros before
-    (written: the bits of the largest expected, and a number); queries and keys of a batch entry; use_lengths;
-    use_grad_lse; columns d_v; groups of heads; shares, among which the queries are divided.
+    Norm [T, H], the sum of |dO| over the columns, fp32; Lse (natural, keys only) and Lse2 (base 2, with the sink)
+    [T, H]; LsePart [T, H], what the gradient of lse adds of q to a slot with all of the weight (read with use_lse_part
+    only); Expected [T] (written); Size and Parts [B * N] int32, zeros before (written: the bits of the largest
+    expected, and a number); queries and keys of a batch entry; use_lengths; use_lse_part; columns d_v; groups of heads;
+    shares, among which the queries are divided.
     """
     window = config.window
     tokens, slots, heads, rows, lengths = T.dynamic("tokens, slots, heads, rows, lengths")
@@ -33,14 +34,14 @@ def tally(config: TallyConfig) -> Any:
         Norm: T.Tensor((tokens, heads), FP32),
         Lse: T.Tensor((tokens, heads), FP32),
         Lse2: T.Tensor((tokens, heads), FP32),
-        GradLse: T.Tensor((tokens, heads), FP32),
+        LsePart: T.Tensor((tokens, heads), FP32),
         Expected: T.Tensor((tokens,), FP32),
         Size: T.Tensor((rows,), INT32),
         Parts: T.Tensor((rows,), INT32),
         queries: T.int32,
         keys: T.int32,
         use_lengths: T.int32,
-        use_grad_lse: T.int32,
+        use_lse_part: T.int32,
         columns: T.int32,
         groups: T.int32,
         shares: T.int32,
@@ -56,7 +57,7 @@ def tally(config: TallyConfig) -> Any:
                 T.access_ptr(Norm, "r"),
                 T.access_ptr(Lse, "r"),
                 T.access_ptr(Lse2, "r"),
-                T.access_ptr(GradLse, "r"),
+                T.access_ptr(LsePart, "r"),
                 T.access_ptr(Expected, "rw"),
                 T.access_ptr(Size, "rw"),
                 T.access_ptr(Parts, "rw"),
@@ -67,7 +68,7 @@ def tally(config: TallyConfig) -> Any:
                 queries,
                 keys,
                 use_lengths != 0,
-                use_grad_lse != 0,
+                use_lse_part != 0,
                 columns,
                 groups,
             )

@@ -11,16 +11,16 @@ EXACT_PRELUDE = r"""
 namespace slattn {
 // expected_part is what a query of which `count` slots count expects of a part; one warp. 4 times that of a slot with
 // all of the weight, or 2048 times that of one of equal slots, whichever is less: for each head the mean of
-// |dO|, times what brings that to the root mean square and adds dS q, and what the sink leaves of it; |dlse| /
-// sqrt(d_v), which no sink makes less; and the heads of a group as independent.
+// |dO|, times what brings that to the root mean square and adds dS q, and what the sink leaves of it; what the gradient
+// of lse adds of q, `lse_part`, which no sink makes less; and the heads of a group as independent.
 __device__ __forceinline__ float expected_part(int count, const float* norm, const float* lse, const float* lse2,
-                                               const float* grad_lse, bool use_grad_lse, int heads, int columns,
+                                               const float* lse_part, bool use_lse_part, int heads, int columns,
                                                int groups) {
   float sum = 0.f, most = 0.f;
   for (int h = threadIdx.x % 32; h < heads; h += 32) {
     const float left = lse[h] < INFINITY ? exp2f(fminf(lse[h] * 1.4426950408889634f - lse2[h], 0.f)) : 0.f;
     float head = norm[h] * 1.7724539f / columns * left;
-    if (use_grad_lse) head += fabsf(grad_lse[h]) * rsqrtf(columns);
+    if (use_lse_part) head += fabsf(lse_part[h]);
     sum += head;
     most = fmaxf(most, head);
   }
@@ -60,9 +60,9 @@ __device__ __forceinline__ void for_slots(const int* indices, const int* lengths
 // tally notes what each query expects, and for each row of kv in a window how many parts a share of the queries adds to
 // it and the largest that they expect: first in shared memory, [2, window], because atomics there cost a tenth.
 __device__ __forceinline__ void tally(const int* indices, const int* lengths, const float* norm, const float* lse,
-                                      const float* lse2, const float* grad_lse, float* expected, int* size, int* parts,
+                                      const float* lse2, const float* lse_part, float* expected, int* size, int* parts,
                                       int* shared, int from, int to, int64_t low, int window, int64_t rows, int slots,
-                                      int heads, int queries, int keys, bool use_lengths, bool use_grad_lse,
+                                      int heads, int queries, int keys, bool use_lengths, bool use_lse_part,
                                       int columns, int groups) {
   for (int i = threadIdx.x; i < 2 * window; i += blockDim.x) shared[i] = 0;
   __syncthreads();
@@ -75,7 +75,7 @@ __device__ __forceinline__ void tally(const int* indices, const int* lengths, co
       },
       [&](int t, int count) {
         const int64_t h = static_cast<int64_t>(t) * heads;
-        expected[t] = expected_part(count, norm + h, lse + h, lse2 + h, grad_lse + h, use_grad_lse, heads, columns,
+        expected[t] = expected_part(count, norm + h, lse + h, lse2 + h, lse_part + h, use_lse_part, heads, columns,
                                     groups);
         largest = __float_as_int(expected[t]);
       });
