@@ -294,11 +294,12 @@ def test_auto_takes_the_kernels():
     assert select_backend(x.q, x.kv, x.indices) == "tilelang"
 
 
-@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("within", [1, 40, tilelang.NEVER])
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.heads > 32 and case.head_dim >= 512], ids=lambda case: case.name
 )
-def test_delta_within_the_hopper_backward_and_before_it(case: Case, within: bool, monkeypatch: pytest.MonkeyPatch):
-    """Which of the two a call takes goes by its number of slots; both have to be right for any."""
-    monkeypatch.setattr(tilelang, "DELTA_WITHIN", 1 if within else 2**31)
+def test_delta_within_the_hopper_backward_and_before_it(case: Case, within: int, monkeypatch: pytest.MonkeyPatch):
+    """Which of the two a query takes goes by its number of slots; both have to be right for any."""
+    monkeypatch.setattr(tilelang, "DELTA_WITHIN", within)
+    monkeypatch.setattr(tilelang, "_multiprocessors", lambda device: 2)
     assert [row.tensor for row in check(case, "tilelang", "cuda") if not row.passed] == []

@@ -12,7 +12,7 @@ import torch
 import slattn
 from slattn.automodel.tilelang_sparse_mla_fwd import sparse_mqa_fwd_interface
 from slattn.backends import exact, tilelang
-from slattn.kernels.config import PREPARE_LSE, HopperBackwardConfig, PrepareConfig
+from slattn.kernels.config import HopperBackwardConfig, PrepareConfig
 from slattn.problem import describe
 
 BATCH, QUERIES, KEYS, SLOTS = 2, 7, 30, 70
@@ -97,44 +97,40 @@ def test_forward_and_backward(launches, heads, head_dim, needs, deterministic):
                 tensors[1].shape,
             )
             kinds = [kind for kind, _ in launches]
-            wanted = ["Prepare"]
+            hopper = many and needs[0] and needs[1]
+            wanted = ["Compact", "Prepare"] if hopper else ["Prepare"]
             if deterministic and needs[1]:
                 wanted += ["Tally", "Weigh", "Units"]
-            hopper = many and needs[0] and needs[1]
-            wanted += ["Compact", "HopperBackward"] if hopper else ["Backward"]
+            wanted += ["HopperBackward"] if hopper else ["Backward"]
             if needs[1] and (hopper or deterministic):
                 wanted += ["Finish"]
             assert kinds == wanted
 
 
 @pytest.mark.parametrize("head_dim", [512, 576])
-@pytest.mark.parametrize("sink", [False, True])
-def test_delta_is_made_within_where_rows_are_long(launches, monkeypatch, head_dim, sink):
-    """And whichever of the kernels before it runs, both are compiled: another number of slots compiles nothing."""
-    problem, (q, kv, indices, sinks, count), grad_out = call(64, head_dim)
-    tensors = q, kv, indices, sinks if sink else None, count
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_two_kernels_share_out_delta(launches, monkeypatch, head_dim, deterministic):
+    """By how many slots of a query count, of which both are told the same."""
+    problem, (q, kv, indices, sinks, count), grad_out = call(64, head_dim, deterministic=deterministic)
+    tensors = q, kv, indices, sinks, count
     out, lse = tilelang.forward(problem, *tensors)
-    checked, needs = tilelang.kernel, (True, True, sink)
-    compiled = {}
-    for least, before in ((SLOTS, PREPARE_LSE), (SLOTS + 1, PrepareConfig(90))):
-        found, launched = compiled.setdefault(least, set()), []
+    checked, launched = tilelang.kernel, {}
 
-        def kernel(config, found=found, launched=launched):
-            found.add(config)
-            return lambda *given: (launched.append((config, given)), checked(config)(*given))
+    def kernel(config):
+        return lambda *given: (launched.update({type(config): given}), checked(config)(*given))
 
-        monkeypatch.setattr(tilelang, "kernel", kernel)
-        monkeypatch.setattr(tilelang, "DELTA_WITHIN", least)
-        gradients = tilelang.backward(
-            *(problem, *tensors, out, lse, grad_out, torch.randn_like(lse)), needs=needs, dkv_dtype=torch.float32
-        )
-        assert [gradient is not None for gradient in gradients] == list(needs)
-        (first, _), _, (main, arguments) = launched
-        assert (first, type(main)) == (before, HopperBackwardConfig)
-        use_out, source = arguments[-3], arguments[-4]
-        assert use_out == (least == SLOTS)
-        assert (source.data_ptr() == out.data_ptr()) is bool(use_out)
-    assert compiled[SLOTS] == compiled[SLOTS + 1]
+    monkeypatch.setattr(tilelang, "kernel", kernel)
+    tilelang.backward(
+        *(problem, *tensors, out, lse, grad_out, torch.randn_like(lse)),
+        needs=(True, True, True),
+        dkv_dtype=torch.float32,
+    )
+    before, main = launched[PrepareConfig], launched[HopperBackwardConfig]
+    within = tilelang.NEVER if deterministic else tilelang.DELTA_WITHIN
+    assert (before[-1], main[-3]) == (within, within)
+    assert before[-2].data_ptr() == main[4].data_ptr()
+    assert before[-2].dtype == torch.int32
+    assert main[-4].data_ptr() == before[0].data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize("heads", [8, 64])

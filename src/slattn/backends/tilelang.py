@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slattn.backends.exact import Sums, exact_sums, finish, plain_sums
+from slattn.backends.exact import exact_sums, finish, plain_sums
 from slattn.backends.views import flat, joined, pieces, rows
 from slattn.kernels import build
 from slattn.kernels.build import kernel
 from slattn.kernels.config import (
-    PREPARE_LSE,
     VALUE_DIMS,
-    BackwardConfig,
     CompactConfig,
     HopperBackwardConfig,
     HopperForwardConfig,
@@ -33,7 +30,10 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
-DELTA_WITHIN = 1024  # slots from which on Hopper's backward makes delta itself: below, it delays the copies of keys
+# Slots that count, from which on Hopper's backward makes a query's delta. With fewer it would delay the copies of
+# keys, and the kernel before it does.
+DELTA_WITHIN = 512
+NEVER = 2**31 - 1
 ANY_LAYOUT = True  # see slattn.backends
 _HERE = contextlib.nullcontext()
 
@@ -144,40 +144,45 @@ def backward(
     norm = torch.empty_like(lse) if problem.deterministic and needs[1] else None
     shape = _arch(q.device), problem.heads, problem.head_dim
     config = backward_config(*shape, dq=needs[0], dkv=needs[1], deterministic=problem.deterministic)
-    hopper = isinstance(config, HopperBackwardConfig) and not config.deterministic
-    within = hopper and problem.keys > 0 and problem.slots >= DELTA_WITHIN
-    if hopper:  # the two that the number of slots chooses from: another number is to compile nothing
-        for either in (PREPARE_LSE, PrepareConfig(shape[0])):
-            kernel(either)
-    delta, lse2, weight = prepare(problem, None if within else out, lse, grad_out, attn_sink, norm)
+    listed = None
+    if isinstance(config, HopperBackwardConfig) and problem.tokens > 0 and problem.keys > 0:
+        indices = int32_indices(indices, problem.keys)
+        listed = compact(problem, indices, topk_length)
+    within = NEVER if listed is None or config.deterministic else DELTA_WITHIN
+    delta, lse2, weight = prepare(problem, out, lse, grad_out, attn_sink, norm, listed, within)
     dq, dkv = main_backward(
         *(problem, q, kv, indices, topk_length, grad_out, lse2, delta, lse, grad_lse),
         needs=needs[:2],
         dkv_dtype=dkv_dtype,
         norm=norm,
-        out=out if within else None,
+        listed=listed,
+        out=out,
+        within=within,
     )
     return dq, dkv, (weight * delta).sum((0, 1)).neg() if needs[2] and weight is not None else None
 
 
 def prepare(
     problem: Problem,
-    out: Tensor | None,
+    out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
     attn_sink: Tensor | None,
     norm: Tensor | None = None,
+    listed: Pair | None = None,
+    within: int = NEVER,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(delta, lse in base 2 with the sink, what of the weights the sink has), all [B, S, H] fp32; the last where there
     is a sink. Minus its product with delta, summed over the queries, is the sink's gradient.
 
-    Without `out`, delta is not written. Writes the sum of |grad_out| over the columns into `norm` [B, S, H] where it is
-    given.
+    Writes the sum of |grad_out| over the columns into `norm` [B, S, H] where it is given. Where `listed`, of `compact`,
+    has `within` slots or more, delta need not be written.
     """
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     sink = None if attn_sink is None else attn_sink.float()
     weight = None if sink is None else torch.empty_like(lse)
-    _prepare(out, grad_out, delta, lse, (sink, lse2, lse2 if weight is None else weight), norm, problem.heads)
+    sinks = sink, lse2, lse2 if weight is None else weight
+    _prepare(out, grad_out, delta, lse, sinks, norm, problem.heads, listed, within)
     return delta, lse2, weight
 
 
@@ -189,21 +194,23 @@ def delta_of(out: Tensor, grad_out: Tensor) -> Tensor:
 
 
 def _prepare(
-    out: Tensor | None,
+    out: Tensor,
     grad_out: Tensor,
     delta: Tensor,
     lse: Tensor | None = None,
     sinks: tuple[Tensor | None, Tensor, Tensor] | None = None,
     norm: Tensor | None = None,
     heads: int = 1,
+    listed: Pair | None = None,
+    within: int = NEVER,
 ) -> None:
-    """Launch it: with out delta is written; with lse what `sinks` has after the sink; norm where it is given."""
+    """Launch it: with lse what `sinks` has after the sink is written too; norm where it is given."""
     if not delta.numel():
         return
     sink, lse2, weight = sinks or (None, delta, delta)
     with _on(delta.device):
-        kernel(PREPARE_LSE if out is None else PrepareConfig(_arch(delta.device)))(
-            pieces(grad_out if out is None else out),
+        kernel(PrepareConfig(_arch(delta.device)))(
+            pieces(out),
             pieces(grad_out),
             (delta if lse is None else lse).view(-1),
             flat(sink, delta),
@@ -213,7 +220,26 @@ def _prepare(
             int(sink is not None),
             flat(norm, delta),
             int(norm is not None),
+            flat(None if listed is None else listed[1], delta).view(torch.int32),
+            within,
         )
+
+
+def compact(problem: Problem, indices: Tensor, topk_length: Tensor | None) -> Pair:
+    """The rows of kv that each query's slots name, without holes, and how many: what Hopper's backward reads."""
+    listed = indices.new_empty(problem.tokens, max((problem.slots + 63) // 64, 1) * 64)
+    counts = indices.new_empty(problem.tokens)
+    with _on(indices.device):
+        kernel(CompactConfig())(
+            indices.view(-1, problem.slots),
+            flat(topk_length, indices),
+            listed,
+            counts,
+            problem.queries,
+            problem.keys,
+            int(topk_length is not None),
+        )
+    return listed, counts
 
 
 def main_backward(
@@ -232,13 +258,15 @@ def main_backward(
     dkv: Tensor | None = None,
     dkv_dtype: torch.dtype = torch.float32,
     norm: Tensor | None = None,
+    listed: Pair | None = None,
     out: Tensor | None = None,
+    within: int = NEVER,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dq [B, S, H, D] bf16, dkv [B, N, D] in `dkv_dtype`), from delta and an lse in base 2 with the sink.
 
     Adds into `dkv`, fp32, where it is given. lse is natural and over the keys alone; without it the portable kernel
-    runs, or in deterministic mode it is made anew. `norm`: of grad_out, as `prepare` gives it. `out`: where Hopper's
-    kernel runs, and makes delta of it, which is then written.
+    runs, or in deterministic mode it is made anew. `norm`: of grad_out, as `prepare` gives it. `listed`: of `compact`,
+    where Hopper's kernel runs. `out` and `within`: of queries with as many slots, or more, it makes and writes delta.
     """
     need_q, need_kv = needs
     deterministic = problem.deterministic and need_kv
@@ -282,8 +310,18 @@ def main_backward(
         else:
             sums = plain_sums(lse2.new_empty(1, problem.head_dim) if dkv is None else rows(dkv, 1))
         if hopper and dq is not None:
-            call = Call(q, kv, indices, topk_length, grad_out, (*statistics, *lses), grad_lse is not None, out)
-            _hopper_backward(problem, config, call, dq, sums)
+            listed = compact(problem, indices, topk_length) if listed is None else listed
+            kernel(config)(
+                *(rows(q), rows(kv, 1), rows(grad_out), *listed),
+                *statistics,
+                *(rows(dq), sums.table, sums.expected, sums.scales, sums.whole),
+                *lses,
+                int(grad_lse is not None),
+                rows(grad_out if out is None else out),
+                within,
+                problem.scale,
+                _multiprocessors(dq.device),
+            )
         else:
             kernel(config)(
                 rows(q),
@@ -341,48 +379,6 @@ def slot_probs(
             problem.scale,
         )
     return probs
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the Hopper backward reads: tensors of a call; lse2, delta, lse and grad_lse [T, H]; out for delta."""
-
-    q: Tensor
-    kv: Tensor
-    indices: Tensor
-    topk_length: Tensor | None
-    grad_out: Tensor
-    statistics: tuple[Tensor, ...]
-    use_grad_lse: bool
-    out: Tensor | None
-
-
-def _hopper_backward(
-    problem: Problem, config: HopperBackwardConfig | BackwardConfig, call: Call, dq: Tensor, sums: Sums
-) -> None:
-    """Write dq and add to the table."""
-    listed = call.indices.new_empty(problem.tokens, max((problem.slots + 63) // 64, 1) * 64)
-    counts = call.indices.new_empty(problem.tokens)
-    kernel(CompactConfig())(
-        call.indices.view(-1, problem.slots),
-        flat(call.topk_length, call.indices),
-        listed,
-        counts,
-        problem.queries,
-        problem.keys,
-        int(call.topk_length is not None),
-    )
-    kernel(config)(
-        *(rows(call.q), rows(call.kv, 1), rows(call.grad_out), listed, counts),
-        *call.statistics[:2],
-        *(rows(dq), sums.table, sums.expected, sums.scales, sums.whole),
-        *call.statistics[2:],
-        int(call.use_grad_lse),
-        rows(call.grad_out if call.out is None else call.out),
-        int(call.out is not None),
-        problem.scale,
-        _multiprocessors(dq.device),
-    )
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:

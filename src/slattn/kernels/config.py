@@ -154,15 +154,11 @@ class HopperBackwardConfig:
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """One compiled kernel that makes delta and the base-2 lse out of a forward's results, or the lse alone."""
+    """One compiled kernel that makes delta and the base-2 lse out of a forward's results."""
 
     arch: int
     rows: int = 16
     threads: int = 128
-    delta: bool = True
-
-
-PREPARE_LSE = PrepareConfig(90, rows=1024, delta=False)  # where Hopper's backward makes delta
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Parameters of the program, all contiguous: Q [T, H, D], KV [N, D], GradOut [T, H, d_v], bf16; Rows [T, K'] and
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
-    use_grad_lse only; Out [T, H, d_v] bf16, read with use_out only, with which Delta is written; GradQ [T, H, D] bf16
+    use_grad_lse only; Out [T, H, d_v] bf16, and within: of queries with as many slots that count, or more, Delta is
+    made of Out and written; GradQ [T, H, D] bf16
     (written); GradKV [N, D] fp32 (added to), its columns in the order of `slattn.kernels.collect.finish`, or if
     `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and Whole [N, D] int64 (added to), otherwise
     of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the number of blocks of threads to launch,
@@ -232,7 +233,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
         GradLse: T.Tensor((tokens, heads), FP32),
         use_grad_lse: T.int32,
         Out: T.Tensor((outs, heads, value_dim), BF16),
-        use_out: T.int32,
+        within: T.int32,
         scale: T.float32,
         sms: T.int32,
     ):
@@ -250,7 +251,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
                 grad_lse=GradLse,
                 use_grad_lse=use_grad_lse,
                 out=Out,
-                use_out=use_out,
+                within=within,
                 expected=Expected,
                 scales=Scales,
                 whole=Whole,
@@ -286,7 +287,7 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
             if m.task[0, 0] >= 0:
                 gathers.load_heads(g, m, 0)
             T.sync_threads()
-            if use_out != 0 and m.task[0, 0] >= 0:
+            if gathers.makes_delta(g, m, 0):
                 gathers.add_deltas(g, m, 0, 4 * WARPS, 0, HEADS // (4 * WARPS))
             T.sync_threads()
             tx = T.get_thread_binding()

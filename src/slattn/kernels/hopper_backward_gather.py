@@ -46,7 +46,9 @@ def pieces_in(half: tuple[int, int], dim: int) -> tuple[int, ...]:
 
 
 def gatherer(config: HopperBackwardConfig, tokens: Any, heads: Any) -> SimpleNamespace:
-    """`gather`, and what all groups do of it for the first query: `plan`, `load_heads`, `add_deltas`."""
+    """`gather`, and what all groups do of it for the first query: `plan`, `load_heads`, `makes_delta`,
+    `add_deltas`.
+    """
     dim, value_dim = config.head_dim, config.value_dim
     pieces, halves = pieces_of(dim), halves_of(dim)
 
@@ -93,7 +95,7 @@ def gatherer(config: HopperBackwardConfig, tokens: Any, heads: Any) -> SimpleNam
             "slattn::load_heads",
             T.access_ptr(m.stats[task % 2, 0, 0], "w"),
             *(T.access_ptr(x[t, h0], "r") for x in (g.lse, g.lse2, g.delta, g.grad_lse)),
-            g.use_out == 0,
+            m.task[task % NOTES, 2] < g.within,
             g.use_grad_lse != 0,
             heads - h0,
         )
@@ -113,6 +115,10 @@ def gatherer(config: HopperBackwardConfig, tokens: Any, heads: Any) -> SimpleNam
             end,
             heads,
         )
+
+    def makes_delta(g: Any, m: Any, task: Any) -> Any:
+        """Whether there is such a task, and delta of it is not made beforehand."""
+        return T.And(m.task[task % NOTES, 0] >= 0, m.task[task % NOTES, 2] >= g.within)
 
     @T.macro
     def copy_rows(g: Any, m: Any, step: Any, task: Any, b: Any):
@@ -176,11 +182,12 @@ def gatherer(config: HopperBackwardConfig, tokens: Any, heads: Any) -> SimpleNam
                     plan(g, m, task + 2)
                     if m.task[(task + 1) % NOTES, 0] >= 0:
                         load_heads(g, m, task + 1)
-                    if g.use_out != 0:
-                        T.sync_threads(2, GROUP)
-                if g.use_out != 0 and m.task[(task + 1) % NOTES, 0] >= 0:
+                    T.sync_threads(2, GROUP)
+                if makes_delta(g, m, task + 1):
                     add_deltas(g, m, task + 1, WARPS, b * share, T.min(b * share + share, HEADS // WARPS))
                 step += 1
             task += 1
 
-    return SimpleNamespace(gather=gather, plan=plan, load_heads=load_heads, add_deltas=add_deltas)
+    return SimpleNamespace(
+        gather=gather, plan=plan, load_heads=load_heads, add_deltas=add_deltas, makes_delta=makes_delta
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from slattn.kernels.config import (
-    PREPARE_LSE,
     TARGETS,
     VALUE_DIMS,
     CompactConfig,
@@ -27,7 +26,7 @@ def needed(
     backward = backward_config(arch, heads, head_dim, grad_lse=grad_lse, deterministic=deterministic)
     configs: list[Config] = [backward, forward_config(arch, heads, head_dim), PrepareConfig(arch)]
     if isinstance(backward, HopperBackwardConfig):
-        configs += [CompactConfig()] if deterministic else [CompactConfig(), PREPARE_LSE]
+        configs += [CompactConfig()]
     if deterministic or isinstance(backward, HopperBackwardConfig):
         configs += [FinishConfig(dtype, deterministic, arch) for dtype in ("bfloat16", "float32")]
     if deterministic:
@@ -47,7 +46,7 @@ def claimed() -> list[Config]:
     configs += [backward_config(90, 16, 576, grad_lse=True)]
     configs += [backward_config(90, 64, head_dim, lse=False) for head_dim in (512, 576)]
     configs += [backward_config(90, 64, 512, dq=False), backward_config(90, 64, 512, dkv=False)]
-    configs += [PrepareConfig(arch) for arch in TARGETS] + [PREPARE_LSE, CompactConfig()]
+    configs += [PrepareConfig(arch) for arch in TARGETS] + [CompactConfig()]
     configs += [FinishConfig(dtype) for dtype in ("bfloat16", "float32")]
     configs += [FinishConfig("float32", True), *(FinishConfig("bfloat16", True, arch) for arch in TARGETS)]
     configs += [backward_config(arch, 16, head_dim, deterministic=True) for arch in TARGETS for head_dim in (128, 576)]

@@ -17,11 +17,12 @@ def prepare(config: PrepareConfig) -> Any:
     Parameters of the program, all contiguous: Out, GradOut [T * H, d_v / 64, 64]; Lse [T * H] (natural, keys only,
     +inf for an empty row); Sink [H] (any length, not read, unless use_sink); Delta, Lse2 and SinkWeight [T * H]
     (written; SinkWeight, what of each row's weight the sink has, only with use_sink); heads H; use_lse, without which
-    only Delta is, whatever the row; use_sink; Norm [T * H] (written with use_norm, the sum of |grad_out|). Where the
-    configuration makes no delta, Out, GradOut, Delta and Norm are not touched.
+    only Delta is, whatever the row; use_sink; Norm [T * H] (written with use_norm, the sum of |grad_out|); Counts [T]
+    and within: of a query with as many slots as that, or more, Hopper's backward makes Delta, and neither Delta nor
+    Norm need be written (the largest int32: all are, and Counts, of any length, is not read).
     """
     block, threads = config.rows, config.threads
-    rows, pieces, sinks, norms = T.dynamic("rows, pieces, sinks, norms")
+    rows, pieces, sinks, norms, tokens = T.dynamic("rows, pieces, sinks, norms, tokens")
 
     @T.prim_func
     def main(
@@ -37,15 +38,20 @@ def prepare(config: PrepareConfig) -> Any:
         use_sink: T.int32,
         Norm: T.Tensor((norms,), FP32),
         use_norm: T.int32,
+        Counts: T.Tensor((tokens,), INT32),
+        within: T.int32,
     ):
         with T.Kernel(T.ceildiv(rows, block), threads=threads) as bx:
+            least = T.alloc_var(INT32, 0)
+            if within < 2**31 - 1:  # then at least as many heads as a block has rows: they are of two queries at most
+                least = T.min(Counts[bx * block // heads], Counts[T.min(bx * block + block - 1, rows - 1) // heads])
             norm = T.alloc_fragment((block,), FP32)
             delta = T.alloc_fragment((block,), FP32)
             sink = T.alloc_fragment((block,), FP32)
             lse = T.alloc_fragment((block,), FP32)
             peak = T.alloc_fragment((block,), FP32)
             lse2 = T.alloc_fragment((block,), FP32)
-            if config.delta:
+            if least < within:
                 product = T.alloc_fragment((block, 64), FP32)
                 size = T.alloc_fragment((block, 64), FP32)
                 T.fill(product, 0)
@@ -61,7 +67,7 @@ def prepare(config: PrepareConfig) -> Any:
                 T.reduce_sum(size, norm, dim=1)
             for i in T.Parallel(block):
                 if bx * block + i < rows:
-                    if config.delta:
+                    if least < within:
                         Delta[bx * block + i] = delta[i]
                         if use_norm != 0:
                             Norm[bx * block + i] = norm[i]
@@ -75,7 +81,7 @@ def prepare(config: PrepareConfig) -> Any:
                         if peak[i] < T.infinity(FP32):
                             lse2[i] += T.log2(T.exp2((lse[i] - peak[i]) * LOG2E) + T.exp2((sink[i] - peak[i]) * LOG2E))
                         Lse2[bx * block + i] = lse2[i]
-                        if config.delta and lse[i] == T.infinity(FP32):
+                        if least < within and lse[i] == T.infinity(FP32):
                             Delta[bx * block + i] = 0
                         if use_sink != 0:
                             # exp(sink - lse with sink), written so that neither infinity can meet itself
