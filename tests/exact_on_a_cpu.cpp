@@ -169,10 +169,10 @@ template <int kColumns, int kFirst> void check_sums(int kind, int dim, int colum
     }
 }
 
-float expected(int slots, const float* norm, const float* lse, const float* lse2, const float* dlse, bool use_dlse,
+float expected(int slots, const float* norm, const float* lse, const float* lse2, const float* lse_part, bool use_lse_part,
                int heads, int groups) {
   float all[32];
-  launch(32, [&] { all[thread_now()] = expected_part(slots, norm, lse, lse2, dlse, use_dlse, heads, 64, groups); });
+  launch(32, [&] { all[thread_now()] = expected_part(slots, norm, lse, lse2, lse_part, use_lse_part, heads, 64, groups); });
   return all[0];
 }
 
@@ -180,23 +180,23 @@ float expected(int slots, const float* norm, const float* lse, const float* lse2
 void check_tally() {
   const int batch = draw(1, 4), queries = draw(1, 6), keys = draw(1, 50), slots = draw(1, 70), window = draw(1, 64);
   const int heads = draw(1, 100), groups = draw(1, 4), shares = draw(1, 9), tokens = batch * queries;
-  const bool use_lengths = draw(0, 1), use_dlse = draw(0, 1);
+  const bool use_lengths = draw(0, 1), use_lse_part = draw(0, 1);
   std::vector<int> index(tokens * slots), length(tokens), size(batch * keys), parts(size), shared(2 * window);
-  std::vector<float> norm(tokens * heads), lse(norm), lse2(norm), dlse(norm), expect(tokens);
+  std::vector<float> norm(tokens * heads), lse(norm), lse2(norm), lse_part(norm), expect(tokens);
   std::vector<int64_t> weight(batch * keys);
   for (int& i : index) i = draw(0, 9) ? draw(-9, keys + 9) : draw(0, 1) ? INT32_MAX : INT32_MIN;
   for (int& n : length) n = draw(0, 9) ? draw(-2, slots + 2) : draw(0, 1) ? INT32_MAX : INT32_MIN;
   for (int i = 0; i < tokens * heads; i++) {
-    norm[i] = draw(0, 999), dlse[i] = draw(-9, 9), lse[i] = draw(-50, 50);
+    norm[i] = draw(0, 999), lse_part[i] = draw(-9, 9), lse[i] = draw(-50, 50);
     lse2[i] = lse[i] * 1.442695f + draw(0, 30);
   }
   const int share = (tokens + shares - 1) / shares;
   for (int64_t low = 0; low < batch * keys; low += window)
     for (int i = 0; i < shares; i++)
       launch(64, [&] {
-        tally(index.data(), length.data(), norm.data(), lse.data(), lse2.data(), dlse.data(), expect.data(),
+        tally(index.data(), length.data(), norm.data(), lse.data(), lse2.data(), lse_part.data(), expect.data(),
               size.data(), parts.data(), shared.data(), i * share, min(i * share + share, tokens), low, window, batch * keys, slots,
-              heads, queries, keys, use_lengths, use_dlse, 64, groups);
+              heads, queries, keys, use_lengths, use_lse_part, 64, groups);
       });
   for (int64_t low = 0; low < batch * keys; low += window)
     for (int i = 0; i < shares; i++)
@@ -212,7 +212,7 @@ void check_tally() {
     for (int k = 0; k < (use_lengths ? min(length[t], slots) : slots); k++)
       if (index[t * slots + k] >= 0 && index[t * slots + k] < keys) named.push_back(index[t * slots + k]);
     const int h = t * heads;
-    const float most = expected(named.size(), &norm[h], &lse[h], &lse2[h], &dlse[h], use_dlse, heads, groups);
+    const float most = expected(named.size(), &norm[h], &lse[h], &lse2[h], &lse_part[h], use_lse_part, heads, groups);
     for (int n : named) {
       want_parts[t / queries * keys + n] += groups;
       want_size[t / queries * keys + n] = max(want_size[t / queries * keys + n], bits<int>(most));
@@ -225,12 +225,12 @@ void check_tally() {
 
 // lse is over the keys alone: what its gradient adds to dkv does not get smaller with the sink's weight.
 void check_sinks() {
-  const float norm[2] = {64, 64}, lse[2] = {5, 5}, dlse[2] = {1, -1};
-  const float without = expected(9, norm, lse, lse, dlse, false, 2, 1);
+  const float norm[2] = {64, 64}, lse[2] = {5, 5}, lse_part[2] = {1, -1};
+  const float without = expected(9, norm, lse, lse, lse_part, false, 2, 1);
   for (float lse2 : {40.f, 100.f, 1e9f, INFINITY}) {
     const float sinks[2] = {lse2, lse2};
-    CHECK(expected(9, norm, lse, sinks, dlse, false, 2, 1) < without * 1e-9f, "base-2 lse %g", lse2);
-    CHECK(expected(9, norm, lse, sinks, dlse, true, 2, 1) >= 1.f, "base-2 lse %g", lse2);
+    CHECK(expected(9, norm, lse, sinks, lse_part, false, 2, 1) < without * 1e-9f, "base-2 lse %g", lse2);
+    CHECK(expected(9, norm, lse, sinks, lse_part, true, 2, 1) >= 4.f, "base-2 lse %g", lse2);
   }
 }
 

@@ -8,6 +8,7 @@ import torch
 import slattn
 from slattn import selection, testing
 from slattn.backends import tilelang
+from slattn.backends.exact import size_of_lse_part
 from slattn.problem import describe
 
 
@@ -54,6 +55,17 @@ def _kernels():
     reason = tilelang.refusal(on_a_gpu(512, True)._replace(head_dim=512))
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "grad"), [(1, 0.1, 1), (1e11, -1e-20, 1e30), (1e-30, 1e20, 1e-9), (1, 0.0, 1e38)]
+)
+def test_what_a_gradient_of_lse_adds_is_known_whatever_its_factors(size, scale, grad):
+    q = (torch.randn(5, 3, 512) * size).bfloat16()
+    grad_lse = torch.full((5, 3), float(grad))
+    want = abs(scale) * grad * q.double().square().mean(-1).sqrt()
+    got = size_of_lse_part(q, grad_lse, scale).double().abs()
+    torch.testing.assert_close(got, want, rtol=0.2, atol=0)
 
 
 def gradients(q, kv, indices, grad_out, *, deterministic=True, grad_lse=None, **options):
@@ -197,11 +209,12 @@ def test_a_gradient_of_lse_is_not_the_smaller_for_a_sink(heads, sink):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("scale", [0.0, 1e-20])
+@pytest.mark.parametrize(("scale", "size"), [(0.0, 1.0), (1e-20, 1.0), (None, 2**-30), (None, 2**30)])
 @pytest.mark.parametrize("heads", [9, 64])
-def test_a_gradient_of_lse_is_as_small_as_the_scale_makes_it(heads, scale):
-    """What a sink leaves of grad_out's is then all there is, and no unit may be of the other's size."""
+def test_a_gradient_of_lse_is_as_small_as_scale_and_q_make_it(heads, scale, size):
+    """What a sink leaves of grad_out's may then be all there is, and no unit may be of the other's size."""
     q, kv, indices, grad_out = drawn(heads, 512)
+    q, kv = q * size, kv / size
     sinks = torch.full((heads,), 30.0, device="cuda")
     grad_lse = torch.randn(len(q), heads, device="cuda")
     exact, usual = (

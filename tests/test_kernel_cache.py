@@ -102,7 +102,7 @@ def test_what_launches_a_kernel_is_tilelangs_own_function(tmp_path: Path, monkey
     assert isinstance(launch, tvm_ffi.Function)
     x, row = torch.zeros(8, 8, 64).bfloat16(), torch.zeros(8)
     with pytest.raises(RuntimeError, match="expected cuda"):
-        launch(x, x, row, row, row, row, row, 1, 1, 1, row, 1)
+        launch(x, x, row, row, row, row, row, 1, 1, 1, row, 1, row.int(), 1)
 
 
 def copied(cache: Path, to: Path) -> Path:

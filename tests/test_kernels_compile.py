@@ -31,7 +31,7 @@ def name(config):
     kind = type(config).__name__.removesuffix("Config").lower()
     fields = vars(config)
     flags = [field for field in ("reference_rounding", "grad_lse", "deterministic") if fields.get(field)]
-    flags += [f"no_{field}" for field in ("delta", "dq", "dkv") if fields.get(field) is False]
+    flags += [f"no_{field}" for field in ("dq", "dkv") if fields.get(field) is False]
     sizes = [str(fields[field]) for field in ("head_tile", "head_dim", "value_dim", "dtype") if field in fields]
     return "-".join([TARGETS[config.arch], kind, *sizes, *flags])
 

@@ -141,7 +141,7 @@ def by_permuted_slots(inputs: Inputs, g: torch.Generator, run: Run) -> Results:
 
 
 def by_more_slots(inputs: Inputs, g: torch.Generator, run: Run) -> Results:
-    fillers = torch.tensor([-1, -(tilelang.NEVER), 2**31 - 1, inputs.kv.shape[-2], inputs.kv.shape[-2] + 1])
+    fillers = torch.tensor([-1, -(2**31), 2**31 - 1, inputs.kv.shape[-2], inputs.kv.shape[-2] + 1])
     extra = int(torch.randint(1, 130, (), generator=g))
     drawn = fillers[torch.randint(len(fillers), (*inputs.indices.shape[:-1], extra), generator=g)]
     return run(replace(inputs, indices=torch.cat([inputs.indices, drawn.to(inputs.indices)], -1)))

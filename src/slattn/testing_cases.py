@@ -230,6 +230,7 @@ CASES: tuple[Case, ...] = (
     # topk_length.
     Case("length-mixed", lengths="mixed", queries=12, grad_empty=True, budgets=_FEW_KEYS),
     Case("length-mixed-576", lengths="mixed", queries=12, heads=64, head_dim=576, slots=160, sink=None),
+    Case("length-mixed-72-heads", lengths="mixed", queries=12, heads=72, budgets=_FEW_KEYS),
     Case("length-fillers", lengths="random", indices="fillers", queries=12),
     Case("length-zero", lengths="zero", grad_empty=True),
     # Sinks, alone so that no head's error hides behind another's, and together.

@@ -51,10 +51,7 @@ def exact_sums(
     grad_lse: Tensor | None,
 ) -> Sums:
     """Those of a call, with nothing in them yet. norm: the sum of |grad_out|; lse, lse2 and grad_lse are [T, H]."""
-    lse_part = lse  # a stand-in
-    if grad_lse is not None:  # |scale| times the root mean square of q, were q normal
-        size = torch.linalg.vector_norm(q, 1, dim=-1, dtype=torch.float32).view_as(lse)
-        lse_part = grad_lse * size * (abs(problem.scale) * 1.2533141 / problem.head_dim)
+    lse_part = lse if grad_lse is None else size_of_lse_part(q, grad_lse, problem.scale)  # or a stand-in
     if norm is None:
         norm = grad_out.abs().sum(-1, dtype=torch.float32)
     keys = problem.batch * problem.keys
@@ -73,6 +70,15 @@ def exact_sums(
     kernel(UnitsConfig(config.arch))(size, weight, parts, scales)
     table = indices.new_zeros(keys, problem.head_dim // 2, dtype=torch.int64)
     return Sums(table, expected, scales, parts, indices.new_zeros(keys, problem.head_dim, dtype=torch.int64))
+
+
+def size_of_lse_part(q: Tensor, grad_lse: Tensor, scale: float) -> Tensor:
+    """[T, H]: the root mean square, of either sign, of what grad_lse [T, H] adds of q [.., H, D] to a slot with all of
+    the weight, if q is normal.
+    """
+    size = torch.linalg.vector_norm(q, 1, dim=-1, dtype=torch.float32).view_as(grad_lse)
+    size *= scale * 1.2533141 / q.shape[-1]  # before grad_lse, so that no product overflows that the next makes small
+    return grad_lse * size
 
 
 def finish(config: BackwardConfig | HopperBackwardConfig, sums: Sums, dkv: Tensor, add: bool) -> None:

@@ -30,8 +30,9 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
-# Slots that count, from which on Hopper's backward makes a query's delta. With fewer it would delay the copies of
-# keys, and the kernel before it does.
+# Slots that count, from which on Hopper's backward makes a query's delta, a part beside each block of the query before.
+# Queries with fewer mostly follow such as have few blocks as well, whose copies of keys it would delay: a kernel before
+# it makes theirs.
 DELTA_WITHIN = 512
 NEVER = 2**31 - 1
 ANY_LAYOUT = True  # see slattn.backends
@@ -156,8 +157,7 @@ def backward(
         dkv_dtype=dkv_dtype,
         norm=norm,
         listed=listed,
-        out=out,
-        within=within,
+        out=None if within == NEVER else out,
     )
     return dq, dkv, (weight * delta).sum((0, 1)).neg() if needs[2] and weight is not None else None
 
@@ -260,13 +260,12 @@ def main_backward(
     norm: Tensor | None = None,
     listed: Pair | None = None,
     out: Tensor | None = None,
-    within: int = NEVER,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dq [B, S, H, D] bf16, dkv [B, N, D] in `dkv_dtype`), from delta and an lse in base 2 with the sink.
 
     Adds into `dkv`, fp32, where it is given. lse is natural and over the keys alone; without it the portable kernel
     runs, or in deterministic mode it is made anew. `norm`: of grad_out, as `prepare` gives it. `listed`: of `compact`,
-    where Hopper's kernel runs. `out` and `within`: of queries with as many slots, or more, it makes and writes delta.
+    where Hopper's kernel runs; of queries with DELTA_WITHIN slots or more it makes and writes delta if `out` is given.
     """
     need_q, need_kv = needs
     deterministic = problem.deterministic and need_kv
@@ -288,6 +287,7 @@ def main_backward(
         lse=lse is not None,
     )
     hopper = isinstance(config, HopperBackwardConfig)
+    assert hopper or out is None, "nobody would make delta"
     indices = int32_indices(indices, problem.keys)
     statistics = lse2.view(-1, problem.heads), delta.view(-1, problem.heads)
     lses = [(lse2 if x is None else x).view(-1, problem.heads) for x in (lse, grad_lse)]
@@ -318,7 +318,7 @@ def main_backward(
                 *lses,
                 int(grad_lse is not None),
                 rows(grad_out if out is None else out),
-                within,
+                NEVER if out is None else DELTA_WITHIN,
                 problem.scale,
                 _multiprocessors(dq.device),
             )

@@ -48,11 +48,10 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     Counts [T], what `slattn.kernels.prepare.compact` makes of the indices; Lse2 (base 2, with the sink, +inf for an
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
     use_grad_lse only; Out [T, H, d_v] bf16, and within: of queries with as many slots that count, or more, Delta is
-    made of Out and written; GradQ [T, H, D] bf16
-    (written); GradKV [N, D] fp32 (added to), its columns in the order of `slattn.kernels.collect.finish`, or if
-    `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and Whole [N, D] int64 (added to), otherwise
-    of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the number of blocks of threads to launch,
-    which share the queries.
+    made of Out and written; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
+    `slattn.kernels.collect.finish`, or if `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and
+    Whole [N, D] int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the
+    number of blocks of threads to launch, which share the queries.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")

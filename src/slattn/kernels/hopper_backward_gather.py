@@ -46,9 +46,7 @@ def pieces_in(half: tuple[int, int], dim: int) -> tuple[int, ...]:
 
 
 def gatherer(config: HopperBackwardConfig, tokens: Any, heads: Any) -> SimpleNamespace:
-    """`gather`, and what all groups do of it for the first query: `plan`, `load_heads`, `makes_delta`,
-    `add_deltas`.
-    """
+    """`gather`, and what all groups do of it for the first query: `plan`, `load_heads`, `makes_delta`, `add_deltas`."""
     dim, value_dim = config.head_dim, config.value_dim
     pieces, halves = pieces_of(dim), halves_of(dim)
 
