@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slattn
 from distributed_helpers import DEVICE
-from slattn import distributed
+from slattn import distributed, reference
 
 H, D, K = 4, 16, 7
 
@@ -35,6 +36,8 @@ def one_rank_differs() -> None:
     refuses(f"q's dtype {same} torch.bfloat16", q.to(half), kv.to(half), indices, group=world)
     refuses(f"d_v {same} 8 on rank 0, 16", q, kv, indices, d_v=8 if first else None, group=world)
     refuses(f"scale {same} 0.5 on rank 0, 0.25", q, kv, indices, scale=0.5 if first else None, group=world)
+    backend = "reference" if first else "auto"
+    refuses(f"backend {same} reference on rank 0, auto", q, kv, indices, backend=backend, group=world)
     layout = "zigzag" if first else "contiguous"
     refuses(f"layout {same} zigzag on rank 0, contiguous", q, kv, indices, layout=layout, group=world)
     refuses(f"keep_gathered {same} True", q, kv, indices, keep_gathered=first, group=world)
@@ -63,6 +66,15 @@ def one_rank_is_wrong() -> None:
     refuses(f"{own}backend 'tilelang' cannot", q, kv, indices, group=world, backend=backend, error=refusal)
     batched = [x[None] if first else x for x in (q, kv, indices)]
     refuses(f"{own}q must be [T, H, D], without a batch dimension", *batched, group=world)
+
+
+def keys_of_all_are_too_many() -> None:
+    """A backend that takes a rank's keys and not those of all: every rank raises, and the next call is a call again."""
+    args = torch.randn(3, H, D), torch.randn(6, D), torch.zeros(3, K, dtype=torch.int32)
+    options = {"group": dist.group.WORLD, "backend": "reference"}
+    with mock.patch.object(reference, "refusal", lambda problem: "too many keys" if problem.keys > 6 else None):
+        refuses("'reference' cannot run this call: too many keys", *args, error=slattn.BackendRefusal, **options)
+    assert distributed.sparse_attention(*args, **options).shape == (3, H, D)
 
 
 def wrong_groups() -> None:

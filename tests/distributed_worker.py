@@ -35,7 +35,7 @@ from distributed_helpers import (
     part,
     split,
 )
-from distributed_refusals import one_rank_differs, one_rank_is_wrong, refuses, wrong_groups
+from distributed_refusals import keys_of_all_are_too_many, one_rank_differs, one_rank_is_wrong, refuses, wrong_groups
 from slattn import distributed
 
 TIMEOUT = timedelta(seconds=30)
@@ -243,7 +243,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     for check in (
         *(contiguous, unequal, zigzag, ranks_without_queries_or_keys, a_rank_of_empty_rows, tensor_parallel),
         *(no_gradient_for_some, lse_alone, sums_in_float32, kept_and_gathered_again, same_bits_again),
-        *(one_rank_differs, one_rank_is_wrong, wrong_groups, second_derivative, *FRAMEWORKS),
+        *(one_rank_differs, one_rank_is_wrong, keys_of_all_are_too_many, wrong_groups, second_derivative, *FRAMEWORKS),
         both_on_a_mesh,
     )
 }

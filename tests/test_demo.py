@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 import slattn
-from slattn import demo
+from slattn import cli
 from slattn.demo import data, model
 
 plot = pytest.importorskip("slattn.demo.plot", exc_type=ImportError)
@@ -207,9 +207,7 @@ def small_run(tmp_path, monkeypatch):
     monkeypatch.setattr(train.Trainer, "faster_threads", lambda trainer, most: most)  # tests compare runs bit for bit
 
     def run(*options: str) -> int:
-        parser = argparse.ArgumentParser()
-        demo.add_arguments(parser)
-        return demo.main(parser.parse_args(["--out", str(tmp_path / "out"), "--device", "cpu", *options]))
+        return cli.main(["demo", "--out", str(tmp_path / "out"), "--device", "cpu", *options])
 
     return run
 
@@ -351,16 +349,14 @@ def test_folder_in_a_file_s_place_is_refused_before_the_training(small_run, tmp_
 @pytest.mark.parametrize("package", ["matplotlib", "tqdm"])
 def test_missing_package_is_named(package):
     code = f"""
-import argparse, sys
+import sys
 sys.modules[{package!r}] = None
-from slattn import demo
-parser = argparse.ArgumentParser()
-demo.add_arguments(parser)
-sys.exit(demo.main(parser.parse_args([])))
+from slattn import cli
+sys.exit(cli.main(["demo"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"slattn demo needs {package}: pip install {package}\n"
+    assert done.stderr == f"slattn demo: it needs {package}: pip install {package}\n"
 
 
 def test_import_is_light():

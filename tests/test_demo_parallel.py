@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slattn import demo
+from slattn import cli
+from slattn.commands.edge import UsageError
 
 pytest.importorskip("slattn.demo.plot", exc_type=ImportError)
 pytest.importorskip("slattn.demo.train", exc_type=ImportError)
@@ -40,9 +41,7 @@ def command(options: list[str]) -> int:
         patch.setattr(train, "Decoder", random_decoder)
         for name, value in changed.items():
             patch.setattr(train, name, value)
-        parser = argparse.ArgumentParser()
-        demo.add_arguments(parser)
-        return demo.main(parser.parse_args(["--device", "cpu", "--steps", str(STEPS), *options]))
+        return cli.main(["demo", "--device", "cpu", "--steps", str(STEPS), *options])
 
 
 def random_decoder(config: model.Config, backend: str) -> model.Decoder:
@@ -104,7 +103,7 @@ def test_checkpoint_of_one_process_is_another_run_s(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     state["settings"]["context_parallel"] = 2
     torch.save(state, tmp_path / "checkpoint.pt")
-    with pytest.raises(demo.DemoError, match="is of another run: it has context_parallel 2, not 1"):
+    with pytest.raises(UsageError, match="is of another run: it has context_parallel 2, not 1"):
         train.Trainer(config, corpus, args, torch.device("cpu")).restore()
 
 
@@ -130,7 +129,7 @@ def test_refusals_are_sentences(monkeypatch, capsys, tmp_path, ranks, running, s
 
 def test_device_of_another_kind_is_refused() -> None:
     with (
-        pytest.raises(demo.DemoError, match="needs a CPU or CUDA; got --device meta"),
+        pytest.raises(UsageError, match="needs a CPU or CUDA; got --device meta"),
         parallel.joined(2, model.Config(vocabulary=3), torch.device("meta")),
     ):
         pass

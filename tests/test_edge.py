@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -76,7 +77,7 @@ class TestRefusals:
     def test_a_plot_without_matplotlib(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(edge.importlib.util, "find_spec", lambda name: None)
         assert "needs matplotlib" in refused(capsys, *BENCH, "--plot", "x.png")
 
     @pytest.mark.parametrize("command", ["bench", "check"])
@@ -203,7 +204,7 @@ def test_tilelang_is_silenced_though_it_sets_its_level_as_it_loads(monkeypatch: 
 
 class TestAhead:
     def test_each_kernel_once(self) -> None:
-        jobs = ahead.own_jobs([(64, 512, False), (128, 512, False), (16, 512, True), (8, 96, False)], (9, 0))
+        jobs = ahead.own_jobs([(64, 512, {}), (128, 512, {}), (16, 512, {"grad_lse": True}), (8, 96, {})], (9, 0))
         assert [function for function, _ in jobs] == [ahead.compile_own] * 8
         assert {arguments[0] for _, arguments in jobs} == {
             config.PrepareConfig(90),
@@ -211,7 +212,26 @@ class TestAhead:
             *(config.backward_config(90, heads, 512, grad_lse=heads == 16) for heads in (64, 16)),
             *(config.CompactConfig(), config.FinishConfig("bfloat16"), config.FinishConfig("float32")),
         }
-        assert ahead.own_jobs([(64, 512, False)], (7, 5)) == []
+        assert ahead.own_jobs([(64, 512, {})], (7, 5)) == []
+
+    def test_a_bench_compiles_what_it_measures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernels of both modes, where both are measured: nobody compiles between two measurements."""
+        begun: list[Any] = []
+
+        def submit(pool: Any, jobs: Any) -> list[Any]:
+            begun.extend(arguments[0] for _, arguments in jobs)
+            return []
+
+        monkeypatch.setattr(ahead, "submit", submit)
+        monkeypatch.setattr(ahead, "processes", lambda count: contextlib.nullcontext())
+        monkeypatch.setattr(bench, "gate", lambda *_: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        shapes = [testing.BENCH_SHAPES["v32"]]
+        for deterministic in (False, True):
+            args = argparse.Namespace(jobs=2, no_peers=True, seed=0, deterministic=deterministic)
+            assert bench._ready(["tilelang"], shapes, ("bwd",), torch.device("cuda"), args)
+            both = {mode for mode in (False, True) if config.backward_config(90, 128, 576, deterministic=mode) in begun}
+            assert both == {False, deterministic}
 
     def test_a_peer_is_called_once_for_each_shape(self, monkeypatch: pytest.MonkeyPatch) -> None:
         called: list[Any] = []

@@ -31,10 +31,10 @@ LAYERS = {
     "slattn.frameworks": 7,
     "slattn.testing": 7,
     "slattn.peers": 8,
-    "slattn.demo": 8,
     "slattn.commands": 9,
-    "slattn.cli": 10,
-    "slattn.__main__": 11,
+    "slattn.demo": 10,
+    "slattn.cli": 11,
+    "slattn.__main__": 12,
 }
 
 LOADED = """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slattn.cli import main
+from slattn.commands import edge
 from slattn.commands.scale import GPUS, MODELS, TOKENS, Machine, collective, costs, table
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -54,7 +55,7 @@ def test_the_document_has_the_table_of_the_model() -> None:
     assert table(list(MODELS.values()), TOKENS, GPUS) in (DOCS / "scale.md").read_text()
 
 
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["scale", "--model", "V3.2"]) == 0
     assert capsys.readouterr().out == table([MODELS["V3.2"]], TOKENS, GPUS)
     assert main(["scale", "--model", "V3.2", "--tokens", "8192", "--gpus", "2"]) == 0
@@ -63,8 +64,13 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert lines[-1].startswith("peak")
     assert main(["scale", "--tokens", "1000", "--gpus", "16"]) == 2
     assert "--tokens must be a multiple of --gpus" in capsys.readouterr().err
-    assert main(["scale", "--plot", str(tmp_path)]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(edge.importlib.util, "find_spec", lambda name: None)
+        assert main(["scale", "--plot", str(tmp_path / "scale.png")]) == 2
+        assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
+    assert main(["scale", "--plot", str(tmp_path)]) == 2
+    assert "must end in one of .png" in capsys.readouterr().err
     assert main(["scale", "--plot", str(tmp_path / "scale.png")]) == 0
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 

@@ -60,16 +60,16 @@ def wait(futures: Sequence[Future[None]], report: Callable[[], None]) -> None:
         report()
 
 
-def own_jobs(calls: Iterable[tuple[int, int, bool]], capability: tuple[int, int]) -> list[Job]:
-    """One for each kernel that calls of (heads, head dimension, whether lse has a gradient) need on such a device."""
+def own_jobs(calls: Iterable[tuple[int, int, dict[str, bool]]], capability: tuple[int, int]) -> list[Job]:
+    """One for each kernel that calls of (heads, head dimension, options of `needed`) need on such a device."""
     arch = architecture(capability)
     if arch is None:
         return []
     configs = [
         config
-        for heads, head_dim, grad_lse in calls
+        for heads, head_dim, options in calls
         if head_dim in VALUE_DIMS
-        for config in needed(arch, heads, head_dim, grad_lse=grad_lse)
+        for config in needed(arch, heads, head_dim, **options)
     ]
     return [(compile_own, (config,)) for config in dict.fromkeys(configs)]
 

@@ -20,7 +20,6 @@ import argparse
 import datetime
 import functools
 import gc
-import importlib.util
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -111,11 +110,7 @@ def main(args: argparse.Namespace) -> int:
         UsageError: an option that cannot be used, before anything is measured.
     """
     if args.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UsageError(
-                "--plot needs matplotlib: pip install matplotlib, or draw later from what --json writes, by --from FILE"
-            )
-        edge.check_plot("--plot", args.plot)
+        edge.check_plot("--plot", args.plot, ", or draw later from what --json writes, by --from FILE")
     if args.source:
         return _show(args)
     if args.json and args.json != "-":
@@ -172,8 +167,9 @@ def _ready(
     """What `gate` says, with the kernels compiled that it and the measurement call; the peers' while it runs."""
     if device.type != "cuda" or args.jobs == 1:
         return gate(names, device, args.seed)
-    calls = [(case.heads, case.head_dim, case.grad_lse) for case in testing.CASES if case.name in GATE]
-    calls += [(shape.heads, shape.head_dim, False) for shape in shapes]
+    calls = [(case.heads, case.head_dim, {"grad_lse": case.grad_lse}) for case in testing.CASES if case.name in GATE]
+    for deterministic in (False, True) if args.deterministic else (False,):
+        calls += [(shape.heads, shape.head_dim, {"deterministic": deterministic}) for shape in shapes]
     capability = torch.cuda.get_device_capability(device)
     own_jobs = ahead.own_jobs(calls, capability) if "tilelang" in names else []
     peer_jobs = [] if args.no_peers else ahead.peer_jobs(shapes, passes, device, args.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -59,8 +59,13 @@ def check_writable(option: str, path: str) -> None:
         raise UsageError(f"{option} {path} cannot be written to: {error.strerror or error}") from None
 
 
-def check_plot(option: str, path: str) -> None:
-    """Raises UsageError where a picture cannot be written: a kind that is none, a place that is none."""
+def check_plot(option: str, path: str, otherwise: str = "") -> None:
+    """Raises UsageError where a picture cannot be drawn or written: no matplotlib, a kind or a place that is none.
+
+    `otherwise`: what can be done without matplotlib.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"{option} needs matplotlib: pip install matplotlib{otherwise}")
     kinds = (".png", ".pdf", ".svg")
     if Path(path).suffix.lower() not in kinds:
         raise UsageError(f"{option} {path}: the name must end in one of {', '.join(kinds)}")

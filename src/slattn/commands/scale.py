@@ -14,7 +14,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from slattn.commands.edge import UsageError, check_writable
+from slattn.commands.edge import UsageError, check_plot
 from slattn.testing import BENCH_SHAPES, Shape
 
 GIB = 2**30
@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, help="this one alone")
     parser.add_argument("--tokens", type=int, help="length of the text, over all GPUs, instead of the table's")
     parser.add_argument("--gpus", type=int, help="GPUs that share a text, instead of the table's")
-    parser.add_argument("--plot", metavar="PNG", help="draw it; needs matplotlib")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it: PNG, PDF or SVG (needs matplotlib)")
     parser.add_argument("--measure", action="store_true", help="under torchrun: measure what the model predicts")
 
 
@@ -164,7 +164,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--tokens must be a multiple of --gpus, and both at least 1")
     models = [MODELS[args.model]] if args.model else list(MODELS.values())
     if args.plot:
-        check_writable("--plot", args.plot)
+        check_plot("--plot", args.plot)
         from slattn.commands.scale_plot import plot
 
         plot(models, tokens, gpus, args.plot)

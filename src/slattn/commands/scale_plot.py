@@ -10,7 +10,7 @@ _COLOURS = ("#9fd0ec", "#4fa3d1", "#1b6ca8", "#0b3c5d")
 
 
 def plot(models: Sequence[Model], tokens: Sequence[int], gpus: Sequence[int], path: str) -> None:
-    """Write a PNG."""
+    """Write it; the name's ending says of which kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

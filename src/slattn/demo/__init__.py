@@ -10,16 +10,12 @@ plot.py     the picture
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from slattn.backends import MODULES
+from slattn.commands.edge import UsageError
 
 STEPS = 1000  # a minute and a half on two idle CPU cores; a held-out loss of 1.5
-
-
-class DemoError(Exception):
-    """Something was asked that cannot be done; the message is the sentence to show."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,18 +47,15 @@ def main(args: argparse.Namespace) -> int:
     """Run the demo with the options of `add_arguments`.
 
     Returns:
-        The exit status: 0; 2 with a sentence on stderr where something is asked that cannot be done; 130 when
-        interrupted, after a checkpoint was written.
+        The exit status: 0, or 130 when interrupted, after a checkpoint was written.
+
+    Raises:
+        UsageError: something is asked that cannot be done, or a package is missing.
     """
     try:
         from slattn.demo.train import run
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "tqdm", "numpy"):
             raise
-        print(f"slattn demo needs {error.name}: pip install {error.name}", file=sys.stderr)
-        return 2
-    try:
-        return run(args)
-    except DemoError as error:
-        print(f"slattn demo: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(f"it needs {error.name}: pip install {error.name}") from None
+    return run(args)

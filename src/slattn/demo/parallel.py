@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slattn import distributed
-from slattn.demo import DemoError
+from slattn.commands.edge import UsageError
 from slattn.demo.model import Attention, Config, Decoder, Indexer, Rotary
 
 
@@ -27,15 +27,15 @@ def check(ranks: int, device: str | None) -> None:
     """Refuse a number of processes that is not the one that runs; on a machine with GPUs, make one of them this one's.
 
     Raises:
-        DemoError: as the sentence says.
+        UsageError: as the sentence says.
     """
     if ranks < 1:
-        raise DemoError(f"--context-parallel must be at least 1; got {ranks}")
+        raise UsageError(f"--context-parallel must be at least 1; got {ranks}")
     running = int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1  # torchrun sets both
     if ranks == 1 < running:
-        raise DemoError(f"torchrun started {running} processes: add --context-parallel {running}, or start it alone")
+        raise UsageError(f"torchrun started {running} processes: add --context-parallel {running}, or start it alone")
     if ranks != running:
-        raise DemoError(
+        raise UsageError(
             f"--context-parallel {ranks} needs {ranks} processes, and this run has {running}: "
             f"torchrun --nproc-per-node {ranks} -m slattn demo --context-parallel {ranks}"
         )
@@ -43,11 +43,11 @@ def check(ranks: int, device: str | None) -> None:
         return
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if device not in (None, "cuda"):
-        raise DemoError(
+        raise UsageError(
             f"--device {device} cannot be used with --context-parallel: each process takes a GPU of its own"
         )
     if local >= gpus:
-        raise DemoError(f"--context-parallel {ranks} needs a GPU for each process, and this machine has {gpus}")
+        raise UsageError(f"--context-parallel {ranks} needs a GPU for each process, and this machine has {gpus}")
     torch.cuda.set_device(local)
 
 
@@ -56,16 +56,18 @@ def joined(ranks: int, config: Config, device: torch.device) -> Iterator[Part | 
     """This process's part, while it works together with the others; None where there is one process.
 
     Raises:
-        DemoError: a text that cannot be cut into so many parts, or a device whose processes cannot talk.
+        UsageError: a text that cannot be cut into so many parts, or a device whose processes cannot talk.
     """
     if ranks == 1:
         yield None
         return
     if config.sequence % (ranks * config.block):
         blocks = config.sequence // config.block
-        raise DemoError(f"--context-parallel {ranks} does not divide a text's {blocks} blocks of {config.block} tokens")
+        raise UsageError(
+            f"--context-parallel {ranks} does not divide a text's {blocks} blocks of {config.block} tokens"
+        )
     if device.type not in ("cpu", "cuda"):
-        raise DemoError(f"--context-parallel needs a CPU or CUDA; got --device {device}")
+        raise UsageError(f"--context-parallel needs a CPU or CUDA; got --device {device}")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield Part(config)

@@ -8,9 +8,7 @@ threads that it began with.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import logging
 import math
 import os
 import platform
@@ -20,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import slattn
-from slattn.demo import DemoError, data, parallel, plot
+from slattn.commands.edge import UsageError, quiet_tilelang, usable_device
+from slattn.demo import data, parallel, plot
 from slattn.demo.model import Config, Decoder, Trace
 
 # Texts of `Config.sequence` characters a step. In the same CPU time, small batches learn more: on one thread, 63 s of
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, measure, draw and tell. Returns the exit status: 0, or 130 when interrupted.
 
     Raises:
-        DemoError: a bad argument, an unusable folder, device, backend or checkpoint, or too few or many processes.
+        UsageError: a bad argument, an unusable folder, device, backend or checkpoint, or too few or many processes.
     """
     started = time.perf_counter()
     device = check(args)
@@ -85,28 +84,22 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> torch.device:
     """The device to run on, once the arguments are found usable and the folder is there."""
     if args.steps < 1:
-        raise DemoError(f"--steps must be at least 1; got {args.steps}")
+        raise UsageError(f"--steps must be at least 1; got {args.steps}")
     if not 0 <= args.seed < 2**31:
-        raise DemoError(f"--seed must be at least 0 and below 2**31; got {args.seed}")
+        raise UsageError(f"--seed must be at least 0 and below 2**31; got {args.seed}")
     parallel.check(args.context_parallel, args.device)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
-        raise DemoError(f"--out {args.out} cannot be written to: {error.strerror or error}") from None
+        raise UsageError(f"--out {args.out} cannot be written to: {error.strerror or error}") from None
     for path in (args.out / name for name in FILES):
         for taken in (path, part_of(path)):
             if taken.is_dir():
-                raise DemoError(f"--out {args.out} cannot be used: {taken} is a folder, and has to be a file")
-    try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.ones(1, device=device).item()
-    except Exception as error:  # each kind of device has its own
-        raise DemoError(f"--device {args.device} cannot be used: {str(error).partition(chr(10))[0]}") from None
+                raise UsageError(f"--out {args.out} cannot be used: {taken} is a folder, and has to be a file")
+    device = usable_device(args.device)
     if device.type == "cuda":
-        with suppress(Exception):  # it sets the level of its log as it loads, so that comes first
-            importlib.import_module("tilelang")
-        logging.getLogger("tilelang").setLevel(logging.ERROR)  # its log goes to stdout
+        quiet_tilelang()
     return device
 
 
@@ -170,7 +163,7 @@ class Trainer:
         try:
             return slattn.select_backend(q, kv, indices, attn_sink=sink, backend=self.model.backend)
         except (slattn.BackendRefusal, ValueError) as error:
-            raise DemoError(str(error)) from None
+            raise UsageError(str(error)) from None
 
     def description(self, backend: str) -> str:
         """Two lines that say what is about to run, and on what."""
@@ -290,19 +283,19 @@ class Trainer:
         """Go to where the checkpoint is.
 
         Raises:
-            DemoError: there is none, it cannot be read, or it is another run's.
+            UsageError: there is none, it cannot be read, or it is another run's.
         """
         if not self.checkpoint.is_file():
-            raise DemoError(f"--resume: there is no checkpoint {self.checkpoint}; start without --resume")
+            raise UsageError(f"--resume: there is no checkpoint {self.checkpoint}; start without --resume")
         try:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
             settings = state["settings"]
         except Exception:  # what torch.load raises on a file that is none of its own depends on the file
-            raise DemoError(f"--resume: {self.checkpoint} is not a checkpoint of this demo") from None
+            raise UsageError(f"--resume: {self.checkpoint} is not a checkpoint of this demo") from None
         wanted = self.settings()
         differ = [f"{k} {settings.get(k)}, not {wanted[k]}" for k in wanted if settings.get(k) != wanted[k]]
         if differ:
-            raise DemoError(f"--resume: {self.checkpoint} is of another run: it has {'; '.join(differ)}")
+            raise UsageError(f"--resume: {self.checkpoint} is of another run: it has {'; '.join(differ)}")
         try:
             self.step, self.history = state["step"], {name: list(state["history"][name]) for name in self.history}
             self.model.load_state_dict(state["model"])
@@ -311,7 +304,7 @@ class Trainer:
             if self.device.type == "cpu":
                 torch.set_num_threads(state["threads"])  # another number rounds sums otherwise
         except Exception:  # what is missing or misshapen decides what is raised
-            raise DemoError(f"--resume: {self.checkpoint} is damaged; start without --resume") from None
+            raise UsageError(f"--resume: {self.checkpoint} is damaged; start without --resume") from None
 
     def sample(self) -> tuple[str, str]:
         """What the model writes after a sentence of the held-out part, and the text that it continues."""

@@ -65,8 +65,8 @@ def sparse_attention(
 
     A call is collective: every rank makes it, also one without queries or keys, and every rank runs its backward, so
     each rank's loss has to depend on the result (a sum over no queries will do). What must agree on every rank is
-    compared in one small exchange a call, and the same ValueError rises on each: D, d_v, q's dtype, `scale`, `layout`,
-    `keep_gathered`, whether kv requires a gradient, and whether anything does. T, H, K and `backend` may differ over
+    compared in one small exchange a call, and the same ValueError rises on each: D, d_v, q's dtype, `scale`, `backend`,
+    `layout`, `keep_gathered`, whether kv requires a gradient, and whether anything does. T, H and K may differ over
     `group`; T and N must not over `tp_group`. The host waits for that exchange. It goes between CPUs where the group
     has a backend for them ("gloo", "cpu:gloo,cuda:nccl"); in a group of NCCL alone the host waits for the device.
 
@@ -95,7 +95,8 @@ def sparse_attention(
         TypeError, ValueError: a group that is none, that this process is not in, or a mesh of more dimensions. These
             two lines are the errors that other ranks do not hear of: there is no group to tell them through.
         TypeError, ValueError, slattn.BackendRefusal: as `slattn.sparse_attention`, where this rank's own arguments do
-            not fit; all other ranks raise ValueError with its message.
+            not fit; all other ranks raise ValueError with its message. Where the keys of all are too many for the
+            backend, every rank raises for itself.
         ValueError: ranks that do not agree; on every rank.
         RuntimeError: a rank did not come, because it raised elsewhere, ended or hangs: after the timeout of the process
             group (`init_process_group(timeout=...)`; by default 30 minutes for gloo). In a group of NCCL alone NCCL's

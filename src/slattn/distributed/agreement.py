@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from slattn.backends import MODULES
 from slattn.distributed.collectives import Groups, exchange
 from slattn.problem import FLOAT_DTYPES
 
 CALLS = ("sparse_attention", "gather_keys")
 LAYOUTS = ("contiguous", "zigzag")
+BACKENDS = ("auto", *MODULES)
 MESSAGE_BYTES = 256  # of a rank's own error, for the others to repeat
 
 
@@ -30,6 +32,7 @@ class Header(NamedTuple):
     value_dim: int = 0
     dtype: int = 0
     scale: int = 0  # the bits of the float
+    backend: int = 0
     layout: int = 0
     keep_gathered: int = 0
     kv_gradient: int = 0
@@ -50,6 +53,7 @@ AGREED: dict[str, tuple[str, Callable[[int], object]]] = {
     "value_dim": ("d_v", int),
     "dtype": ("q's dtype", lambda value: FLOAT_DTYPES[value]),
     "scale": ("scale", lambda value: struct.unpack("d", struct.pack("q", value))[0]),
+    "backend": ("backend", lambda value: BACKENDS[value]),
     "layout": ("layout", lambda value: LAYOUTS[value]),
     "keep_gathered": ("keep_gathered", bool),
     "kv_gradient": ("whether kv requires a gradient", bool),

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slattn import ops, selection
-from slattn.distributed.agreement import LAYOUTS, Header, agree, float_bits
+from slattn import backends, ops
+from slattn.distributed.agreement import BACKENDS, LAYOUTS, Header, agree, float_bits
 from slattn.distributed.collectives import Groups, Pending, Shards, gather, reduce
 from slattn.problem import FLOAT_DTYPES, describe, lse_dtype
 
@@ -73,8 +73,9 @@ def header(
     optional: dict[str, Any] = {"attn_sink": attn_sink, "topk_length": topk_length}
     optional |= {name: value for name, value in settings.attention.items() if name != "backend"}
     problem = describe(q, kv, indices, **optional)
-    # A refusal must come before the collectives. The global number of keys is not known yet; no backend looks at it.
-    selection.select_backend(q, kv, indices, backend=settings.backend, **optional)
+    # A refusal of one rank must come before the collectives. One for the number of all ranks' keys, not known yet,
+    # comes after the gather, and on all ranks alike, as they have agreed on the backend.
+    backends.choose(problem, backends.backend_name(settings.backend))
     return Header(
         rank=dist.get_rank(),
         tokens=problem.tokens,
@@ -83,6 +84,7 @@ def header(
         value_dim=problem.value_dim,
         dtype=FLOAT_DTYPES.index(problem.dtype),
         scale=float_bits(problem.scale),
+        backend=BACKENDS.index(settings.backend),
         layout=LAYOUTS.index(settings.layout),
         keep_gathered=checked_bool("keep_gathered", settings.keep_gathered),
         kv_gradient=settings.required[0],
