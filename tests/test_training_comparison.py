@@ -143,5 +143,5 @@ def test_the_command_trains_in_processes_and_its_figures_are_drawn_elsewhere(tmp
     once, again = tmp_path / "once", tmp_path / "again"
     said = run("--steps", 2, "--device", "cpu", "--backend", "reference", "--jobs", 2, "--out", once)
     assert "the same bits" in said
-    assert run("--from", once / "comparison.json", "--out", again) == said
-    assert (again / "comparison.png").stat().st_size > 10_000
+    assert run("--from", once / "training.json", "--out", again) == said
+    assert (again / "training.png").stat().st_size > 10_000

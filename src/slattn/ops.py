@@ -4,7 +4,7 @@
 
 and back the same way. The registered operators take the caller's layout; only below them is a call brought into
 its batched form, where no autograd pays for the views. They are registered through torch.library.Library because
-a call costs half of what torch.library.custom_op's costs (docs/performance.md, "Host overhead").
+a call with gradients costs half of what torch.library.custom_op's costs (docs/performance.md, "Host overhead").
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ argument, is docs/contract.md.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_HEADS = 256
 MAX_KEYS = 2**31 - 1
 LARGEST_SCALE = 3.4e38
+LOG2E = math.log2(math.e)  # a log-sum-exp in base 2 is this times the natural one
 
 
 class Problem(NamedTuple):
@@ -152,6 +154,15 @@ def check_backward(
         _shape(name, tensor, form, shape)
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}; got {tensor.device}")
+
+
+def counting(indices: Tensor, keys: int, topk_length: Tensor | None) -> Tensor:
+    """Bool, the shape of indices, `[.., K]`: whether a slot counts, the one predicate of docs/contract.md. keys: N."""
+    counts = (indices >= 0) & (indices < keys)
+    if topk_length is not None:
+        slot = torch.arange(indices.shape[-1], device=indices.device)
+        counts &= slot < topk_length.unsqueeze(-1)
+    return counts
 
 
 def default_value_dim(head_dim: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slattn.problem import Problem, lse_dtype
+from slattn.problem import Problem, counting, lse_dtype
 
 # Gathered keys and scores of one chunk of queries. Measured on 2 CPU cores at H=64, D=512, K=640:
 # see docs/performance.md, "The reference".
@@ -176,10 +176,7 @@ def _unpadded(problem: Problem, keys: Tensor) -> Tensor:
 
 def _key_rows(problem: Problem, indices: Tensor, topk_length: Tensor | None) -> Tensor:
     """[T, K] int64: the row of the padded keys that each slot names; the row of zeros where it does not count."""
-    counts = (indices >= 0) & (indices < problem.keys)
-    if topk_length is not None:
-        slot = torch.arange(problem.slots, device=indices.device)
-        counts = counts & (slot < topk_length.unsqueeze(-1))
+    counts = counting(indices, problem.keys, topk_length)
     first = torch.arange(problem.batch, device=indices.device).view(-1, 1, 1) * (problem.keys + 1)
     return (torch.where(counts, indices.long(), problem.keys) + first).view(problem.tokens, problem.slots)
 

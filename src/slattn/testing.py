@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slattn.ops import sparse_attention
+from slattn.problem import default_value_dim
 from slattn.testing_cases import CASES, INDEX_PATTERNS, LENGTHS, SINKS, Case
 
 __all__ = [
@@ -97,8 +98,8 @@ class Shape:
 
     @property
     def value_dim(self) -> int:
-        """d_v: 512 at D = 576, otherwise D."""
-        return 512 if self.head_dim == 576 else self.head_dim
+        """d_v."""
+        return default_value_dim(self.head_dim)
 
     @property
     def forward_flops(self) -> int:
@@ -149,7 +150,7 @@ def make_inputs(case: Case, device: torch.device | str, dtype: torch.dtype = tor
     sink = None if case.sink is None else SINKS[case.sink](case.heads, g)
     if sink is not None and case.sink == "bf16":
         sink = sink.bfloat16()
-    value_dim = case.value_dim or (512 if case.head_dim == 576 else case.head_dim)
+    value_dim = case.value_dim or default_value_dim(case.head_dim)
     grad_out = torch.randn(*lead, case.heads, value_dim, generator=g) * case.grad_scale
     grad_lse = torch.randn(*lead, case.heads, generator=g) if case.grad_lse else None
     inputs = Inputs(q, kv, indices, sink, topk_length, case.scale, case.value_dim, grad_out, grad_lse)
@@ -175,7 +176,7 @@ def make_inputs(case: Case, device: torch.device | str, dtype: torch.dtype = tor
 
 
 def counting_slots(inputs: Inputs) -> Tensor:
-    """Bool, the shape of indices: whether a slot counts, by the contract's predicate."""
+    """Bool, the shape of indices: whether a slot counts. Apart from `problem.counting`, which it checks."""
     counts = (inputs.indices >= 0) & (inputs.indices < inputs.kv.shape[-2])
     if inputs.topk_length is not None:
         slot = torch.arange(inputs.indices.shape[-1], device=inputs.indices.device)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slattn.automodel.tilelang_sparse_mla_fwd import LOG2E, describe_v4, masked_indices, refuse
+from slattn.automodel.tilelang_sparse_mla_fwd import describe_v4, masked_indices, refuse
 from slattn.backends import tilelang
-from slattn.problem import Problem
+from slattn.problem import LOG2E, Problem
 
 bfloat16, float32, int32 = "bfloat16", "float32", "int32"  # equal to TileLang's dtypes, which are str
 

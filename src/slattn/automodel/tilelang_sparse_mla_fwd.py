@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from slattn.backends import BackendRefusal, tilelang
-from slattn.problem import Problem, describe
+from slattn.problem import LOG2E, Problem, describe
 
-LOG2E = 1.4426950408889634
 _BLOCK, _STAGES, _THREADS = 64, 2, 256  # the defaults: at these the library runs its best kernel
 _NAMES = {"indices": "topk_idxs", "scale": "sm_scale"}  # slattn.problem's names -> V4's
 

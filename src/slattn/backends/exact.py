@@ -73,8 +73,8 @@ def exact_sums(
 
 
 def size_of_lse_part(q: Tensor, grad_lse: Tensor, scale: float) -> Tensor:
-    """[T, H]: the root mean square, of either sign, of what grad_lse [T, H] adds of q [.., H, D] to a slot with all of
-    the weight, if q is normal.
+    """[T, H]: what grad_lse [T, H] adds to dkv for a slot that has all of the weight, its root mean square over the
+    columns, with grad_lse's sign; of q [.., H, D] the mean of |q| is taken, and that it is normal.
     """
     size = torch.linalg.vector_norm(q, 1, dim=-1, dtype=torch.float32).view_as(grad_lse)
     size *= scale * 1.2533141 / q.shape[-1]  # before grad_lse, so that no product overflows that the next makes small

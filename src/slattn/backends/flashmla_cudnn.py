@@ -26,7 +26,7 @@ from torch import Tensor
 
 from slattn.backends import BackendRefusal, vendor_runtimes
 from slattn.backends.vendor_runtimes import VALUE_DIM, ask, on_device, takes_indexer_topk
-from slattn.problem import MAX_KEYS, Problem
+from slattn.problem import MAX_KEYS, Problem, counting
 
 HEAD_DIMS = (512, 576)
 MAX_GROUP = 128  # FlashMLA takes exactly 64 or 128 heads
@@ -181,9 +181,7 @@ def compact_rows(indices: Tensor, topk_length: Tensor | None, keys: int, alignme
     """
     batch, queries, slots = indices.shape
     slot = torch.arange(slots, device=indices.device)
-    valid = (indices >= 0) & (indices < keys)
-    if topk_length is not None:
-        valid &= slot < topk_length.unsqueeze(-1)
+    valid = counting(indices, keys, topk_length)
     rank = valid.cumsum(-1, dtype=torch.int32)  # of a valid slot, counted from 1
     lengths = rank[..., -1:]
     place = torch.where(valid, rank - 1, lengths + slot - rank)  # a permutation: holes go behind the prefix

@@ -30,9 +30,8 @@ from slattn.kernels.config import (
 from slattn.problem import Problem, int32_indices
 
 Pair = tuple[Tensor, Tensor]
-# Slots that count, from which on Hopper's backward makes a query's delta, a part beside each block of the query before.
-# Queries with fewer mostly follow such as have few blocks as well, whose copies of keys it would delay: a kernel before
-# it makes theirs.
+# From so many slots that count on, Hopper's backward makes a query's delta itself, a part with each block of the query
+# before. Shorter queries mostly follow short ones, whose few blocks that would delay: a kernel beforehand makes theirs.
 DELTA_WITHIN = 512
 NEVER = 2**31 - 1
 ANY_LAYOUT = True  # see slattn.backends
@@ -294,21 +293,15 @@ def main_backward(
     with _on(q.device):
         if deterministic:
             sums = exact_sums(
-                problem,
-                config,
-                q,
-                indices,
-                topk_length,
-                grad_out,
-                norm,
-                lses[0],
-                statistics[0],
+                *(problem, config, q, indices, topk_length, grad_out, norm, lses[0], statistics[0]),
                 None if grad_lse is None else lses[1],
             )
-        elif need_kv and (hopper or dkv is None):
+        elif not need_kv:
+            sums = plain_sums(lse2.new_empty(1, problem.head_dim))
+        elif hopper or dkv is None:
             sums = plain_sums(kv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32))
         else:
-            sums = plain_sums(lse2.new_empty(1, problem.head_dim) if dkv is None else rows(dkv, 1))
+            sums = plain_sums(rows(dkv, 1))
         if hopper and dq is not None:
             listed = compact(problem, indices, topk_length) if listed is None else listed
             kernel(config)(
@@ -324,30 +317,21 @@ def main_backward(
             )
         else:
             kernel(config)(
-                rows(q),
-                rows(kv, 1),
-                rows(grad_out),
-                indices.view(-1, problem.slots),
-                flat(topk_length, indices),
+                *(rows(q), rows(kv, 1), rows(grad_out)),
+                *(indices.view(-1, problem.slots), flat(topk_length, indices)),
                 *statistics,
-                rows(q if dq is None else dq),
-                sums.table,
-                problem.queries,
-                problem.keys,
-                int(topk_length is not None),
-                problem.scale,
+                *(rows(q if dq is None else dq), sums.table),
+                *(problem.queries, problem.keys, int(topk_length is not None), problem.scale),
                 *lses,
-                sums.expected,
-                sums.scales,
-                sums.whole,
+                *(sums.expected, sums.scales, sums.whole),
             )
-        if not need_kv or (dkv is not None and sums.table.data_ptr() == dkv.data_ptr()):
-            return dq, dkv
-        if not (hopper or deterministic):
-            return dq, sums.table.view(kv.shape).to(dkv_dtype)
-        into = kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
-        finish(config, sums, into, dkv is not None)
-        return dq, into
+        if not need_kv:
+            return dq, None
+        if hopper or deterministic:
+            into = kv.new_empty(kv.shape, dtype=dkv_dtype) if dkv is None else dkv
+            finish(config, sums, into, dkv is not None)
+            return dq, into
+        return dq, sums.table.view(kv.shape).to(dkv_dtype) if dkv is None else dkv
 
 
 def slot_probs(

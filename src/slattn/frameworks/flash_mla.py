@@ -21,8 +21,7 @@ import slattn
 from slattn.backends import vendor_runtimes
 from slattn.frameworks.handle import Patch
 from slattn.frameworks.vendor_results import max_logits
-
-LOG2E = 1.4426950408889634
+from slattn.problem import LOG2E
 
 
 def patch(*, lse_base: str = "e", backend: str = "auto") -> Patch:

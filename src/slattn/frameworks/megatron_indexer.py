@@ -41,7 +41,7 @@ def run_fused_qk_topk_with_loss(
         q: `[sq, b, heads, d]`; k: `[skv, b, d]`; weights: `[sq, b, heads]`: the indexer's.
         index_topk: K.
         starts, ends: `[sq]`: the keys that a query may see.
-        query, key: the attention's, as above; no gradient passes to them.
+        query, key: `[sq, b, np, D]` and `[skv, b, 1, D]`, the attention's; no gradient passes to them.
 
     Returns:
         (topk_indices int32 `[b, sq, K]`, None, the loss times loss_coeff); None for packed or context-parallel calls.

@@ -7,8 +7,7 @@ import math
 from torch import Tensor
 
 import slattn
-
-LOG2E = 1.4426950408889634
+from slattn.problem import LOG2E
 
 
 class SparseMLA:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slattn.problem import counting
+
 GATHERED_BYTES = 256 * 2**20  # of the keys and logits of one chunk of queries
 
 
@@ -31,9 +33,7 @@ def max_logits(q: Tensor, kv: Tensor, indices: Tensor, scale: float, topk_length
         topk_length: integer `[T]` or None.
     """
     slots = indices.shape[-1]
-    counts = (indices >= 0) & (indices < kv.shape[0])
-    if topk_length is not None:
-        counts &= torch.arange(slots, device=indices.device) < topk_length.unsqueeze(-1)
+    counts = counting(indices, kv.shape[0], topk_length)
     largest = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     if kv.shape[0] == 0:
         return largest

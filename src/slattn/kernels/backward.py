@@ -24,7 +24,6 @@ from slattn.kernels.device import (
     FP32,
     GRID_TOKENS,
     INT32,
-    LOG2E,
     PRELUDE,
     add_exactly,
     gather_rows,
@@ -38,6 +37,7 @@ from slattn.kernels.device import (
     wait,
 )
 from slattn.kernels.exact_cuda import EXACT_PRELUDE
+from slattn.problem import LOG2E
 
 
 def backward(config: BackwardConfig) -> Any:

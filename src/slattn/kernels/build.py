@@ -46,8 +46,8 @@ class CompileError(RuntimeError):
 def kernel(config: Config) -> Any:
     """What launches the kernel of a configuration; `kernel.cache_info().misses` counts what was compiled.
 
-    It is the function that a call of TileLang's own object ends in, whose way there, over all arguments in Python, is 3
-    of the 4 us that it takes beside the launch. Another TileLang may have no such function.
+    A call of TileLang's own object goes over all arguments in Python, 3 of its 4 us on the host, and ends in a compiled
+    function: this one. Another TileLang may have no such function.
 
     Raises:
         CompileError: where it cannot be compiled, and no earlier process has left it on disk.

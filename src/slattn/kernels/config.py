@@ -285,7 +285,7 @@ def forward_config(
     """The forward's configuration for a head count; `block` and `threads` where the caller fixes them.
 
     On Hopper its own kernel where it is written for the call and the caller fixes nothing: at 32 heads too, half of
-    whose rows are then nobody's, it takes 0.65 of the portable kernel's time (docs/performance.md).
+    whose rows are then nobody's, it takes 0.65 of the portable kernel's time.
 
     Raises:
         ValueError: a block or a number of threads that no kernel of this architecture can have.
@@ -351,9 +351,9 @@ def backward_config(
 def slot_probs_config(arch: int, heads: int, head_dim: int) -> SlotProbsConfig:
     """The configuration of the indexer's target for a head count.
 
-    128 heads at once where the model has them: 2.41 ms at v32, against 3.47 for two passes of 64. With 64, two blocks
+    128 heads at once where the model has them: 2.393 ms at v32, against 3.47 for two passes of 64. With 64, two blocks
     of threads on a multiprocessor, so that one starts a query while the other multiplies: 0.471 ms at v4-flash against
-    0.556 for one of twice the pieces; where pieces of 128 slots leave no room for that, of 64.
+    0.556 for one block with 8 pieces on their way; where pieces of 128 slots leave no room for that, of 64.
     """
     whole = SHARED_BYTES[arch]
     half = (whole - 1024) // 2  # each block of threads takes 1 KB more than it asks for

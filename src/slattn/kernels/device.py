@@ -77,7 +77,6 @@ __device__ __forceinline__ void reduce_rows(const float* tile, float* table, con
 
 
 BF16, FP32, INT32 = "bfloat16", "float32", "int32"
-LOG2E = 1.4426950408889634
 GRID_TOKENS = 32768  # queries along the grid's y axis, which ends at 65,535; the rest go along z
 
 

@@ -9,10 +9,13 @@ that detour and how fine the unit is; the bits depend on an order in neither cas
 
 EXACT_PRELUDE = r"""
 namespace slattn {
-// expected_part is what a query of which `count` slots count expects of a part; one warp. 4 times that of a slot with
-// all of the weight, or 2048 times that of one of equal slots, whichever is less: for each head the mean of
-// |dO|, times what brings that to the root mean square and adds dS q, and what the sink leaves of it; what the gradient
-// of lse adds of q, `lse_part`, which no sink makes less; and the heads of a group as independent.
+// expected_part is what a query of which `count` slots count expects of a part; one warp. Of a slot with all of the
+// weight a head's is
+//   e = sqrt(pi) * mean |dO| * what the sink leaves + |lse_part|
+// where sqrt(pi / 2) brings a mean to the root mean square, sqrt(2) adds dS q to P dO, and lse_part is what the
+// gradient of lse adds, which no sink makes less. Of all heads it is the larger of max e and, as if those of a group
+// were independent, sum e / sqrt(heads * groups). The result is 4 times that, or 2048 times what one of equal slots has
+// of it, whichever is less.
 __device__ __forceinline__ float expected_part(int count, const float* norm, const float* lse, const float* lse2,
                                                const float* lse_part, bool use_lse_part, int heads, int columns,
                                                int groups) {
@@ -118,8 +121,8 @@ __device__ __forceinline__ float unit_of(int size, int64_t weight, int parts) {
   return __int_as_float((__float_as_int(scale) & ~31) | bits);
 }
 
-// limit_of is beyond what a number takes the detour: what its query expects, less in a row of more than 2^12 parts, for
-// which the unit would be coarse, and less than 2^21 units, which half of a float's mantissa holds.
+// limit_of is the size from which on a number takes the detour: what its query expects, less in a row of more than 2^12
+// parts, for which the unit would be coarse, and always below 2^21 units, which half of a float's mantissa holds.
 __device__ __forceinline__ float limit_of(float expected, float scale) {
   const int bits = __float_as_int(scale), fewer = max(bits % 32 - 12, 0);
   return fminf(__int_as_float(__float_as_int(expected) - (fewer << 23)), __int_as_float((274 - (bits >> 23)) << 23));

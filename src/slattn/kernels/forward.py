@@ -15,7 +15,6 @@ from slattn.kernels.device import (
     FP32,
     GRID_TOKENS,
     INT32,
-    LOG2E,
     gather_rows,
     grid,
     load_heads,
@@ -23,6 +22,7 @@ from slattn.kernels.device import (
     publish,
     store_heads,
 )
+from slattn.problem import LOG2E
 
 
 def forward(config: ForwardConfig) -> Any:

@@ -1,11 +1,12 @@
 """The backward device program for Hopper (SM90): warp-specialised, persistent, one block of threads an SM.
 
-Four warpgroups share a query's 64 heads. The gatherer copies the keys of a block of 64 slots as their buffer is freed.
+Four warpgroups share a query's 64 heads. The gatherer copies the keys of a block of 64 slots as their buffer is freed,
+and makes delta of the next query, where that is left to it.
 The front forms S and dP, and leaves P and dS in shared memory; the two back groups form dKV, 64 columns at a time, and
 reduce it into the table of dkv straight from registers. All but the gatherer keep their share of the columns of dQ in
 registers over the whole row.
 
-    gatherer  | gather b+1        | Q and dO, if b+1 begins a query | gather b+2 ...
+    gatherer  | gather b+1        | Q and dO, if b+1 begins a query | delta of some heads | gather b+2 ...
     front     | S of b+1 as it lands, dP beside the softmax, P, dS  | dQ b+1 | S ...
     back 0    | dQ b, dKV b: 4 chunks, each reduced                 | dQ b+1, dKV b+1 ...
     back 1    | dKV b: a chunk, dQ b; the other chunks              | dKV b+1 ...
@@ -21,7 +22,7 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import HopperBackwardConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E, add_exactly, read_scales
+from slattn.kernels.device import BF16, FP32, INT32, add_exactly, read_scales
 from slattn.kernels.exact_cuda import EXACT_PRELUDE
 from slattn.kernels.hopper_backward_gather import (
     BLOCK,
@@ -39,6 +40,7 @@ from slattn.kernels.hopper_backward_gather import (
     pieces_of,
 )
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE, store_rows
+from slattn.problem import LOG2E
 
 
 def hopper_backward(config: HopperBackwardConfig) -> Any:
@@ -49,9 +51,9 @@ def hopper_backward(config: HopperBackwardConfig) -> Any:
     empty row), Delta (<out, grad_out>) and later Lse (natural, keys only) [T, H] fp32; GradLse, the same, read with
     use_grad_lse only; Out [T, H, d_v] bf16, and within: of queries with as many slots that count, or more, Delta is
     made of Out and written; GradQ [T, H, D] bf16 (written); GradKV [N, D] fp32 (added to), its columns in the order of
-    `slattn.kernels.collect.finish`, or if `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N] fp32 and
-    Whole [N, D] int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale; sms, the
-    number of blocks of threads to launch, which share the queries.
+    `slattn.kernels.collect.column_in_table`, or if `deterministic` [N, D / 2] int64; then Expected [T] and Scales [N]
+    fp32 and Whole [N, D] int64 (added to), otherwise of any length and not read (`slattn.kernels.exact_cuda`); scale;
+    sms, the number of blocks of threads to launch, which share the queries.
     """
     dim, value_dim, buffers = config.head_dim, config.value_dim, config.score_buffers
     tokens, rows, heads, slots = T.dynamic("tokens, rows, heads, slots")

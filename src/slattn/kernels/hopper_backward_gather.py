@@ -1,7 +1,7 @@
 """The Hopper backward's gatherer: the group of threads that brings what the others multiply, in 24 or 32 registers.
 
-These are the keys of a block as their buffer is freed, a query's Q and dO, what belongs to its heads, and notes of the
-queries to come.
+These are the keys of a block as their buffer is freed, a query's Q and dO, what belongs to its heads, delta among it
+where no kernel before has made it, and notes of the queries to come.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""CUDA helpers of the Hopper backward and of the small programs around it, and what TileLang needs to call one."""
+"""CUDA helpers that Hopper's programs share, and those of its backward, and what TileLang needs to call one."""
 
 from typing import Any
 
@@ -258,8 +258,7 @@ __device__ __forceinline__ void store_rows(const float* tile, void* bf16, int ro
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* f = tile + group * 16 + i * 4 + half * 2;
-        __nv_bfloat162 two = __floats2bfloat162_rn(f[0], f[1]);
-        pair[i] = *reinterpret_cast<unsigned*>(&two);
+        pair[i] = bf16_pair(f[0], f[1]);
       }
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) {  // transpose the quad's 4 x 4 pairs, a bit of the lane at a time

@@ -23,10 +23,11 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import HopperForwardConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.device import BF16, FP32, INT32
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
-from slattn.kernels.hopper_device import FORWARD_PRELUDE, at_head, at_sink, call, describe, field, release
-from slattn.kernels.hopper_gather import GATHER_PRELUDE
+from slattn.kernels.hopper_forward_cuda import FORWARD_PRELUDE, at_head, at_sink, call, describe, field, release
+from slattn.kernels.hopper_forward_gather_cuda import GATHER_PRELUDE
+from slattn.problem import LOG2E
 
 GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 HEADS, BLOCK = 64, 64
@@ -344,11 +345,18 @@ def hopper_forward(config: HopperForwardConfig) -> Any:
             groups = T.alloc_var(INT32, T.ceildiv(heads, HEADS))
             step_tokens = T.alloc_var(INT32, T.truncdiv(sms, groups))
             step_groups = T.alloc_var(INT32, T.truncmod(sms, groups))
-            tensors = SimpleNamespace(q=Q, kv=KV, indices=Indices, lengths=Lengths, sink=Sink, out=Out, lse=Lse)
-            sizes = SimpleNamespace(queries=queries, keys=keys, groups=groups, sms=sms, bx=bx)
             g = SimpleNamespace(
-                **vars(tensors),
-                **vars(sizes),
+                q=Q,
+                kv=KV,
+                indices=Indices,
+                lengths=Lengths,
+                sink=Sink,
+                out=Out,
+                lse=Lse,
+                queries=queries,
+                keys=keys,
+                groups=groups,
+                bx=bx,
                 use_lengths=use_lengths,
                 use_sink=use_sink,
                 weight=scale * (1.0 if natural else LOG2E),

@@ -1,4 +1,4 @@
-"""Where nvcc is, for what compiles kernels without a GPU: the compile tests, `make sanitize`, `slattn doctor`.
+"""Where nvcc is, for who has to say so beforehand: `slattn warmup`, `slattn doctor`, the compile tests.
 
 TileLang finds a compiler by itself, and this module looks in the same places in the same order, so that what it
 answers is what TileLang runs:

@@ -7,8 +7,9 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import CompactConfig, PrepareConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.device import BF16, FP32, INT32
 from slattn.kernels.hopper_cuda import HOPPER_PRELUDE
+from slattn.problem import LOG2E
 
 
 def prepare(config: PrepareConfig) -> Any:

@@ -17,7 +17,8 @@ from typing import Any
 import tilelang.language as T
 
 from slattn.kernels.config import SlotProbsConfig
-from slattn.kernels.device import BF16, FP32, INT32, LOG2E
+from slattn.kernels.device import BF16, FP32, INT32
+from slattn.problem import LOG2E
 
 GROUP, WARP = 128, 32  # threads
 COLUMNS = 64  # of a piece
