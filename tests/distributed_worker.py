@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slattn
 from conftest import _poisoning
+from distributed_autograd import AUTOGRAD
 from distributed_frameworks import FRAMEWORKS
 from distributed_helpers import (
     DEVICE,
@@ -229,21 +229,12 @@ def same_bits_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), rank
 
 
-def second_derivative() -> None:
-    whole, rank = Whole(), dist.get_rank()
-    kv = leaf(whole.kv[even(N)[rank]])
-    out = distributed.sparse_attention(whole.q[even(T)[rank]], kv, whole.indices[even(T)[rank]], group=dist.group.WORLD)
-    (dkv,) = torch.autograd.grad(out.square().sum(), kv, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dkv.sum().backward()
-
-
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         *(contiguous, unequal, zigzag, ranks_without_queries_or_keys, a_rank_of_empty_rows, tensor_parallel),
         *(no_gradient_for_some, lse_alone, sums_in_float32, kept_and_gathered_again, same_bits_again),
-        *(one_rank_differs, one_rank_is_wrong, keys_of_all_are_too_many, wrong_groups, second_derivative, *FRAMEWORKS),
+        *(one_rank_differs, one_rank_is_wrong, keys_of_all_are_too_many, wrong_groups, *AUTOGRAD, *FRAMEWORKS),
         both_on_a_mesh,
     )
 }

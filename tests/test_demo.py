@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import io
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 import slattn
 from slattn import cli
-from slattn.demo import data, model
+from slattn.demo import data, files, model
 
 plot = pytest.importorskip("slattn.demo.plot", exc_type=ImportError)
 train = pytest.importorskip("slattn.demo.train", exc_type=ImportError)
@@ -312,6 +313,33 @@ def test_checkpoint_of_another_run_is_refused(small_run, tmp_path, capsys):
     (tmp_path / "out" / "checkpoint.pt").write_bytes(b"torn")
     assert small_run("--steps", "1", "--resume") == 2
     assert "is not a checkpoint of this demo" in capsys.readouterr().err
+    torch.save({"settings": None}, tmp_path / "out" / "checkpoint.pt")
+    assert small_run("--steps", "1", "--resume") == 2
+    assert "is not a checkpoint of this demo" in capsys.readouterr().err
+
+
+def test_a_stdout_without_the_letters_gets_question_marks(monkeypatch):
+    told = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(told, encoding="ascii"))
+    files.say("a text\u2503and on")
+    sys.stdout.flush()
+    assert told.getvalue() == b"a text?and on\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_an_os_error_and_leaves_no_part(tmp_path, monkeypatch):
+    """Which the command line makes a sentence of."""
+    args = argparse.Namespace(steps=1, seed=0, backend="auto", out=tmp_path)
+    corpus = data.split("".join(chr(97 + n * n % 23) for n in range(4000)))
+    trainer = train.Trainer(model.Config(vocabulary=len(corpus.characters), **SMALL), corpus, args, torch.device("cpu"))
+    trainer.save()
+    whole = trainer.checkpoint.read_bytes()
+    monkeypatch.setattr(files, "part_of", lambda path: tmp_path / "full")
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert trainer.checkpoint.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -321,6 +349,10 @@ def test_checkpoint_of_another_run_is_refused(small_run, tmp_path, capsys):
         lambda state: state["history"].pop("indexer"),
         lambda state: state.pop("optimizer"),
         lambda state: state.update(random=None),
+        lambda state: state.update(step="1"),
+        lambda state: state.update(step=5),
+        lambda state: state["history"].update(train=[]),
+        lambda state: state["history"].update(held_out=["x"]),
     ],
 )
 def test_damaged_checkpoint_is_refused(small_run, tmp_path, capsys, damage):

@@ -113,14 +113,18 @@ def test_checkpoint_of_one_process_is_another_run_s(tmp_path: Path) -> None:
         (0, None, "--context-parallel must be at least 1; got 0"),
         (2, None, "needs 2 processes, and this run has 1: torchrun --nproc-per-node 2 -m slattn demo --context-par"),
         (2, 3, "--context-parallel 2 needs 2 processes, and this run has 3: torchrun"),
+        (2, "", "needs 2 processes, and this run has 1"),  # LOCAL_RANK of something else than torchrun
         (1, 2, "torchrun started 2 processes: add --context-parallel 2"),
         (5, 5, "--context-parallel 5 does not divide a text's 12 blocks of 4 tokens"),
     ],
 )
 def test_refusals_are_sentences(monkeypatch, capsys, tmp_path, ranks, running, sentence) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if running is not None:
+        monkeypatch.setenv("LOCAL_RANK", "0")
     if running:
-        for name, value in (("LOCAL_RANK", 0), ("RANK", 0), ("WORLD_SIZE", running)):
+        for name, value in (("RANK", 0), ("WORLD_SIZE", running)):
             monkeypatch.setenv(name, str(value))
     assert command(["--out", str(tmp_path), "--context-parallel", str(ranks)]) == 2
     assert sentence in capsys.readouterr().err

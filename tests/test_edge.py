@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from slattn import cli, peers, testing
-from slattn.commands import ahead, bench, check, edge
+from slattn.commands import ahead, bench, check, edge, progress
 from slattn.kernels import config
 from slattn.kernels.nvcc import find_nvcc
 
@@ -80,6 +80,13 @@ class TestRefusals:
         monkeypatch.setattr(edge.importlib.util, "find_spec", lambda name: None)
         assert "needs matplotlib" in refused(capsys, *BENCH, "--plot", "x.png")
 
+    @pytest.mark.parametrize("seed", ["-1", str(2**63)])
+    @pytest.mark.parametrize("command", ["bench", "check"])
+    def test_a_seed_that_is_none(self, command: str, seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--seed", seed])
+        assert f"must be at least 0 and below 2**63; got {seed}" in capsys.readouterr().err
+
     @pytest.mark.parametrize("command", ["bench", "check"])
     def test_a_device_that_is_none(
         self, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -128,6 +135,9 @@ class TestRefusals:
             json.dumps(RESULT | {"rows": [{"name": "x"}]}).encode(),
             json.dumps(RESULT | {"rows": [ROW | {"direction": "up"}]}).encode(),
             json.dumps(RESULT | {"rows": [ROW | {"ms": "fast"}]}).encode(),
+            json.dumps(RESULT | {"rows": [ROW | {"kind": "friend"}]}).encode(),
+            json.dumps(RESULT | {"rows": [ROW | {"tflops": "1"}]}).encode(),
+            b"[" * 100_000,
             json.dumps(RESULT | {"machine": None}).encode(),
             json.dumps(RESULT | {"machine": {"devices": ["GPU"]}}).encode(),
         ],
@@ -200,6 +210,13 @@ def test_tilelang_is_silenced_though_it_sets_its_level_as_it_loads(monkeypatch: 
     edge.quiet_tilelang()
     assert not logging.getLogger("tilelang.jit").isEnabledFor(logging.WARNING)
     assert logging.getLogger("tilelang.jit").isEnabledFor(logging.ERROR)
+
+
+def test_a_bar_where_there_is_no_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(progress, "_LOG_EVERY", 0.0)
+    with progress.Progress(1) as bar:
+        bar.step("done")
 
 
 class TestAhead:

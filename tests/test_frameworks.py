@@ -180,3 +180,19 @@ def test_switches_go_on_last_and_off_first(home: Any) -> None:
     with patch.apply():
         assert patch.replaced == ("somewhere.home:value", "the model")
     assert seen == [("on", 2), ("off", 2)]
+
+
+def test_a_switch_that_raises_leaves_nothing_replaced(home: Any) -> None:
+    """What an earlier switch did is undone too."""
+    old, seen = home.value, []
+
+    def fail() -> None:
+        raise RuntimeError("no such model")
+
+    patch = Patch("somewhere", "one version")
+    patch.replace("somewhere.home:value", 2)
+    patch.switch("the first", lambda: seen.append("on"), lambda: seen.append("off"))
+    patch.switch("the model", fail, lambda: seen.append("never"))
+    with pytest.raises(RuntimeError, match="no such model"):
+        patch.apply()
+    assert (home.value, seen, patch.replaced) == (old, ["on", "off"], ())

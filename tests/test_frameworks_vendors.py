@@ -175,13 +175,15 @@ def test_largest_logits_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_the_package_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    there, find_spec = sys.modules, importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name in there else None)
     monkeypatch.delitem(sys.modules, "flash_mla", raising=False)
     call = inputs(8, 40, 32)
     with flash_mla.patch(lse_base="2") as patch:
         from flash_mla import flash_mla_sparse_fwd
 
         assert patch.replaced == ("sys.modules['flash_mla']",)
+        assert find_spec("flash_mla") is not None  # as those ask who look for packages
         assert torch.equal(flash_mla_sparse_fwd(**call)[2], flash_mla.flash_mla_sparse_fwd(**call, lse_base="2")[2])
         assert vendor_runtimes.flash_mla().found is None  # slattn's own backend does not call itself
     assert "flash_mla" not in sys.modules

@@ -81,7 +81,7 @@ def test_slot_probs_carry_no_gradient_and_add_up_over_shards_of_heads() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"lse": None}, TypeError, "lse must be a torch.float32 tensor; got NoneType"),
+        ({"lse": None}, TypeError, "lse must be a torch.Tensor; got NoneType"),
         ({"lse": torch.zeros(5, 4, dtype=torch.float64)}, TypeError, "got torch.float64"),
         ({"lse": torch.zeros(5, 3)}, ValueError, r"lse must be \[.., H\] = \[5, 4\]"),
         ({"indices": torch.zeros(4, 7, dtype=torch.int32)}, ValueError, "indices must be"),
@@ -169,7 +169,9 @@ def test_empty_rows_and_slots_that_do_not_count_are_worth_nothing() -> None:
     [
         ({"scores": torch.zeros(2, 3, dtype=torch.int32)}, TypeError, "scores must be a float tensor; got torch.int32"),
         ({"probs": None}, TypeError, "probs must be a float tensor; got NoneType"),
-        ({"probs": torch.zeros(2, 4)}, ValueError, r"probs must have scores's shape, \[2, 3\]; got \[2, 4\]"),
+        ({"probs": torch.zeros(2, 4)}, ValueError, r"probs must have scores's shape and device, \[2, 3\] on cpu; got"),
+        ({"probs": torch.zeros(2, 3, device="meta")}, ValueError, r"got \[2, 3\] on meta"),
+        ({"tp_group": "tp"}, TypeError, "tp_group must be a ProcessGroup, a DeviceMesh or None; got str"),
         ({"valid": torch.ones(2, 3)}, TypeError, "valid must be a bool tensor"),
         ({"reduction": "average"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'average'"),
     ],

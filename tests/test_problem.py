@@ -42,6 +42,8 @@ TYPE_ERRORS = [
     (flat(q=torch.zeros(T, H, D, dtype=F16)), "kv must have q's dtype, torch.float16 .*; got torch.float32"),
     (flat(indices=torch.zeros(T, K)), "indices must be torch.int32 or torch.int64; got torch.float32"),
     (flat(indices=torch.zeros(T, K, dtype=torch.int16)), "indices must be torch.int32 or torch.int64; got torch.int16"),
+    (flat(kv=torch.zeros(N, D).to_sparse()), "kv must be a dense tensor; got torch.sparse_coo"),
+    (flat(q=torch.nested.nested_tensor([torch.zeros(H, D)] * T)), "q must be a dense tensor; got a nested one"),
     (flat(attn_sink=0.5), "attn_sink must be a torch.Tensor; got float"),
     (flat(attn_sink=torch.zeros(H, dtype=F16)), "attn_sink must be torch.float32 or torch.bfloat16; got torch.float16"),
     (flat(topk_length=3), "topk_length must be a torch.Tensor; got int"),

@@ -244,6 +244,18 @@ def test_large_values_do_not_overflow_on_the_way():
     assert not out[0, 1].any()
 
 
+@pytest.mark.parametrize("size", [2e2, 2e3, 5.8e3, 1e4])
+@pytest.mark.parametrize("sink", [None, 0.0, 1e30])
+def test_weights_sum_to_one_at_large_logits(size: float, sink: float | None):
+    """In float32, at logits of 6e5 to 2e9, equal for two of three keys: lse's own rounding is no part of them."""
+    q, kv = torch.full((1, 1, 16), size), torch.full((3, 16), size)
+    kv[2] = -size
+    out = sparse_attention(
+        q, kv, torch.tensor([[0, 1, 2]]), scale=1.0, attn_sink=None if sink is None else torch.tensor([sink])
+    )
+    torch.testing.assert_close(out, torch.full_like(out, size if sink != 1e30 else 0.0))
+
+
 def test_an_infinite_gradient_behind_an_infinite_sink_gives_zeros():
     q, kv, sink = (x.requires_grad_() for x in (torch.randn(3, 1, 8), torch.randn(4, 8), torch.tensor([torch.inf])))
     out = sparse_attention(q, kv, torch.arange(4).expand(3, 4), attn_sink=sink)

@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slattn import backends, ops
-from slattn.problem import default_value_dim, describe, lse_dtype
+from slattn.problem import check_tensor, default_value_dim, describe, lse_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -61,9 +62,7 @@ def attention_slot_probs(
         slattn.BackendRefusal: the backend that `backend` names cannot run this call; the message says why.
     """
     problem = describe(q, kv, indices, scale=scale, attn_sink=attn_sink, topk_length=topk_length)
-    if not isinstance(lse, Tensor) or lse.dtype != lse_dtype(q.dtype):
-        got = lse.dtype if isinstance(lse, Tensor) else type(lse).__name__
-        raise TypeError(f"lse must be a {lse_dtype(q.dtype)} tensor; got {got}")
+    check_tensor("lse", lse, (lse_dtype(q.dtype),))
     if lse.shape != q.shape[:-1] or lse.device != q.device:
         raise ValueError(
             f"lse must be [.., H] = {list(q.shape[:-1])} on {q.device}; got {list(lse.shape)} on {lse.device}"
@@ -93,15 +92,15 @@ def indexer_loss(
             one, holes and fillers too. A score of -inf leaves a slot out only where its target is 0; elsewhere the loss
             is infinite.
         reduction: "mean" over the rows that are not empty (0 if all are), "sum", or "none".
-        tp_group: the process group over which the heads are sharded: probs are summed over it before they are
-            normalised. Every rank of it must call.
+        tp_group: the ProcessGroup, or DeviceMesh of one dimension, over which the heads are sharded: probs are summed
+            over it before they are normalised. Every rank of it must call.
 
     Returns:
         A scalar, or `[..]` for "none": nats.
 
     Raises:
-        TypeError: scores or probs that are no float tensors, valid that is no bool tensor.
-        ValueError: shapes that differ, or a reduction of another name.
+        TypeError: scores or probs that are no float tensors, valid that is no bool tensor, tp_group that is no group.
+        ValueError: shapes or devices that differ, a mesh of more dimensions, or a reduction of another name.
     """
     for name, tensor in (("scores", scores), ("probs", probs)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -109,15 +108,18 @@ def indexer_loss(
     if valid is not None and (not isinstance(valid, Tensor) or valid.dtype != torch.bool):
         raise TypeError(f"valid must be a bool tensor; got {getattr(valid, 'dtype', type(valid).__name__)}")
     for name, other in (("probs", probs), ("valid", valid)):
-        if other is not None and other.shape != scores.shape:
-            raise ValueError(f"{name} must have scores's shape, {list(scores.shape)}; got {list(other.shape)}")
+        if other is not None and (other.shape != scores.shape or other.device != scores.device):
+            raise ValueError(
+                f"{name} must have scores's shape and device, {list(scores.shape)} on {scores.device}; "
+                f"got {list(other.shape)} on {other.device}"
+            )
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}")
     inner = lse_dtype(torch.promote_types(scores.dtype, probs.dtype))
     target = probs.detach().to(inner)
     if tp_group is not None:
         target = target.clone()
-        torch.distributed.all_reduce(target, group=tp_group)
+        dist.all_reduce(target, group=_process_group(tp_group))
     scores = scores.to(inner)
     if valid is not None:
         scores, target = scores.masked_fill(~valid, -torch.inf), target.masked_fill(~valid, 0.0)
@@ -131,6 +133,17 @@ def indexer_loss(
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / (~empty).sum().clamp_min(1)
+
+
+def _process_group(group: Any) -> Any:
+    """The ProcessGroup that a tp_group is or holds."""
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(f"tp_group must be a DeviceMesh of one dimension; got {group.ndim}: slice it by name")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"tp_group must be a ProcessGroup, a DeviceMesh or None; got {type(group).__name__}")
+    return group
 
 
 def _slot_probs(

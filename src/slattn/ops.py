@@ -348,21 +348,22 @@ def below_autograd(operator: Any, keyset: Any, arguments: tuple[Any, ...]) -> An
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
 
-def _differentiated(arguments: tuple[Any, ...]) -> bool:
+def differentiated(arguments: tuple[Any, ...]) -> bool:
+    """Whether autograd has to see a call of these arguments."""
     if torch.autograd.forward_ad._current_level >= 0:  # a Function refuses forward mode; below it tangents get lost
         return True
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
 def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    if _differentiated(arguments):
+    if differentiated(arguments):
         refuse_transforms()
         return _SparseAttention.apply(keyset, *arguments)
     return below_autograd(torch.ops.slattn.forward.default, keyset, arguments)
 
 
 def _backward_autograd(keyset: Any, *arguments: Any) -> list[Tensor]:
-    if _differentiated(arguments):
+    if differentiated(arguments):
         return list(_Backward.apply(keyset, *arguments))
     return below_autograd(torch.ops.slattn.backward.default, keyset, arguments)
 

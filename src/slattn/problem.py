@@ -57,9 +57,9 @@ def describe(
         TypeError: an argument that is no tensor or no number, or has a dtype the operation does not take.
         ValueError: a rank, size, value or device that does not fit the others.
     """
-    _tensor("q", q, FLOAT_DTYPES)
-    _tensor("kv", kv, FLOAT_DTYPES)
-    _tensor("indices", indices, (torch.int32, torch.int64))
+    check_tensor("q", q, FLOAT_DTYPES)
+    check_tensor("kv", kv, FLOAT_DTYPES)
+    check_tensor("indices", indices, (torch.int32, torch.int64))
     if kv.dtype != q.dtype and not (q.dtype == torch.bfloat16 and kv.dtype == torch.float32):
         raise TypeError(f"kv must have q's dtype, {q.dtype} (or be float32 beside a bfloat16 q); got {kv.dtype}")
     if q.dim() == 3:
@@ -103,10 +103,10 @@ def describe(
     if not 1 <= d_v <= head_dim:
         raise ValueError(f"d_v must lie between 1 and D = {head_dim}; got {d_v}")
     if attn_sink is not None:
-        _tensor("attn_sink", attn_sink, (torch.float32, torch.bfloat16, q.dtype))
+        check_tensor("attn_sink", attn_sink, (torch.float32, torch.bfloat16, q.dtype))
         _shape("attn_sink", attn_sink, "[H]", (heads,))
     if topk_length is not None:
-        _tensor("topk_length", topk_length, (torch.int32,))
+        check_tensor("topk_length", topk_length, (torch.int32,))
         _shape("topk_length", topk_length, "[T]" if q.dim() == 3 else "[B, S]", lead)
     device = q.device
     for name, tensor in (
@@ -150,7 +150,7 @@ def check_backward(
     if grad_lse is not None:
         rows.append(("grad_lse", grad_lse, (lse_dtype(q.dtype),), "[.., H]", lead))
     for name, tensor, dtypes, form, shape in rows:
-        _tensor(name, tensor, dtypes)
+        check_tensor(name, tensor, dtypes)
         _shape(name, tensor, form, shape)
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}; got {tensor.device}")
@@ -187,13 +187,14 @@ def int32_indices(indices: Tensor, keys: int) -> Tensor:
     return torch.where((indices >= 0) & (indices < keys), indices, -1).to(torch.int32)
 
 
-def _tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError unless it is a dense tensor of one of these dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be {either(dtypes)}; got {value.dtype}")
-    if value.layout != torch.strided:
-        raise TypeError(f"{name} must be a dense tensor; got layout {value.layout}")
+    if value.layout != torch.strided or value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor; got {'a nested one' if value.is_nested else value.layout}")
 
 
 def _shape(name: str, value: Tensor, form: str, expected: tuple[int, ...]) -> None:

@@ -63,9 +63,11 @@ def forward(
         empty = ~counts.any(-1)[:, None, None]
         top = s.amax(-1, keepdim=True).masked_fill_(empty, 0.0)
         e = s.sub_(top).exp_()
-        lse_keys = (top + e.sum(-1, keepdim=True).log()).masked_fill_(empty, torch.inf)
-        lse_all = lse_keys if sink is None else torch.logaddexp(lse_keys, sink[:, None])
-        p = e.mul_((top - lse_all).exp())  # before the product, which large values would overflow otherwise
+        total = e.sum(-1, keepdim=True)
+        lse_keys = (top + total.log()).masked_fill_(empty, torch.inf)
+        # Not by the log-sum-exp, whose rounding at large logits is no small part of a weight.
+        share = total if sink is None else total + (sink[:, None] - top).exp()
+        p = e.div_(share.masked_fill_(empty, torch.inf))  # before the product, which large values would overflow
         out[part] = torch.bmm(p, chosen[..., : problem.value_dim]).to(q.dtype)
         lse[part] = lse_keys.squeeze(-1)
     lead = (problem.batch, problem.queries, problem.heads)

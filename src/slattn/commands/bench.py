@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: one a core, up to 12)",
     )
     parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    parser.add_argument("--seed", type=edge.seed, default=0, help="of the inputs (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the rows and the machine there; - for the last line")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the rows as bars: PNG, PDF or SVG (needs matplotlib)")
     parser.add_argument("--markdown", action="store_true", help="print the rows as a Markdown table too")
@@ -198,7 +198,7 @@ def _show(args: argparse.Namespace) -> int:
             shown.append(table([row for row in rows if (row.shape, row.direction) == group]))
     except OSError as error:
         raise UsageError(f"--from {args.source} cannot be read: {error.strerror or error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise UsageError(f"--from {args.source} is not what `slattn bench --json` writes") from None
     if not rows:
         raise UsageError(f"--from {args.source} holds no rows")

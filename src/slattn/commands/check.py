@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check this one (may be given more than once); default: all that run here",
     )
     parser.add_argument("--device", help="default: cuda where there is one, otherwise cpu")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    parser.add_argument("--seed", type=edge.seed, default=0, help="of the inputs (default 0)")
     parser.add_argument("--case", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     parser.add_argument("--verbose", action="store_true", help="a line for each tensor of each case, not the worst")
 

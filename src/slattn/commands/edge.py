@@ -88,6 +88,14 @@ def count(argument: str) -> int:
     return value
 
 
+def seed(argument: str) -> int:
+    """The type of an option that takes a seed of torch's generators."""
+    value = int(argument)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 2**63; got {argument}")
+    return value
+
+
 def quiet_tilelang() -> None:
     """Keep what TileLang logs out of stdout. It sets its level when it is imported, so that has to come first."""
     with contextlib.suppress(Exception):  # whoever needs it says what is wrong with it

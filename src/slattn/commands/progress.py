@@ -21,7 +21,7 @@ class Progress:
         self.total = max(total, 1)
         self.done = 0
         self.start = self.last = time.monotonic()
-        self.terminal = sys.stderr.isatty()
+        self.terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def step(self, what: str) -> None:
         """One more of the total is done; `what` stands beside the bar."""
@@ -40,7 +40,7 @@ class Progress:
             room = shutil.get_terminal_size().columns - 1
             sys.stderr.write("\r\033[K" + f"{line}  {what}"[:room])
             sys.stderr.flush()
-        elif now - self.last >= _LOG_EVERY:
+        elif sys.stderr is not None and now - self.last >= _LOG_EVERY:
             self.last = now
             print(f"{line}  {what}", file=sys.stderr, flush=True)
 

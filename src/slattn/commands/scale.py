@@ -185,7 +185,8 @@ def table(models: list[Model], tokens: tuple[int, ...], gpus: tuple[int, ...]) -
         for length in tokens:
             cells = [costs(model, length, count) for count in gpus]
             texts = [f"{c.step * 1e3:.3g} ms, {c.wire / c.step:.0%}, {c.peak_bytes / GIB:.2g} GiB" for c in cells]
-            lines.append(f"| {model.name} | {length // 1024}k | " + " | ".join(texts) + " |")
+            text = str(length) if length % 1024 else f"{length // 1024}k"
+            lines.append(f"| {model.name} | {text} | " + " | ".join(texts) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -38,7 +38,7 @@ def measure(model: Model) -> None:
     Raises:
         UsageError: not under torchrun, or fewer GPUs than processes.
     """
-    if "LOCAL_RANK" not in os.environ or int(os.environ["WORLD_SIZE"]) < 2:
+    if "LOCAL_RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) < 2:
         raise UsageError("--measure needs two processes or more: torchrun --nproc-per-node 2 -m slattn scale --measure")
     cuda = torch.cuda.is_available()
     if cuda and int(os.environ["LOCAL_RANK"]) >= torch.cuda.device_count():

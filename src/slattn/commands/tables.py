@@ -24,6 +24,14 @@ class Row:
     of_best_peer: float | None  # TFLOPS over the best peer's
     note: str | None
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError where it is no row, but what somebody wrote into a file."""
+        figures = (self.ms, self.burst_ms, self.tflops, self.burst_tflops, self.of_matmul, self.of_best_peer)
+        if not all(x is None or isinstance(x, (int, float)) for x in figures):
+            raise TypeError(f"figures must be numbers or None; got {figures}")
+        if self.kind not in ("matmul", "backend", "peer") or self.direction not in PASSES:
+            raise ValueError(f"no such kind or direction: {self.kind!r}, {self.direction!r}")
+
 
 def table(rows: Sequence[Row]) -> str:
     """The rows for people: sustained figures first, burst beside them."""

@@ -5,6 +5,7 @@ model.py    the decoder; how it calls `slattn.sparse_attention` is the part to r
 train.py    the loop, checkpoints, figures
 parallel.py the same over several processes, each with a part of every text
 plot.py     the picture
+files.py    how it writes
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def check(ranks: int, device: str | None) -> None:
     """
     if ranks < 1:
         raise UsageError(f"--context-parallel must be at least 1; got {ranks}")
-    running = int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1  # torchrun sets both
+    running = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1  # torchrun sets both
     if ranks == 1 < running:
         raise UsageError(f"torchrun started {running} processes: add --context-parallel {running}, or start it alone")
     if ranks != running:

@@ -8,9 +8,9 @@ threads that it began with.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
-import os
 import platform
 import signal
 import statistics
@@ -31,6 +31,7 @@ from tqdm import tqdm
 import slattn
 from slattn.commands.edge import UsageError, quiet_tilelang, usable_device
 from slattn.demo import data, parallel, plot
+from slattn.demo.files import part_of, say, written
 from slattn.demo.model import Config, Decoder, Trace
 
 # Texts of `Config.sequence` characters a step. In the same CPU time, small batches learn more: on one thread, 63 s of
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             plot.draw(path, trainer.config, figures, *trainer.trace())
         with written(args.out / "demo.json") as path:
             path.write_text(json.dumps(figures, indent=1) + "\n")
-        print(summary(figures, prompt, args.out))
+        say(summary(figures, prompt, args.out))
     return 0
 
 
@@ -101,18 +102,6 @@ def check(args: argparse.Namespace) -> torch.device:
     if device.type == "cuda":
         quiet_tilelang()
     return device
-
-
-def part_of(path: Path) -> Path:
-    """Where a file stands until it is whole."""
-    return path.with_name(path.name + ".part")
-
-
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """Where to write so that `path` is written whole or not at all: who reads it finds the old one or the new."""
-    yield part_of(path)
-    os.replace(part_of(path), path)
 
 
 class Trainer:
@@ -276,8 +265,10 @@ class Trainer:
             "random": torch.get_rng_state(),
             "threads": torch.get_num_threads(),
         }
+        whole = io.BytesIO()  # torch.save into a file calls a full disk an unexpected position
+        torch.save(state, whole)
         with written(self.checkpoint) as part:
-            torch.save(state, part)
+            part.write_bytes(whole.getbuffer())
 
     def restore(self) -> None:
         """Go to where the checkpoint is.
@@ -289,7 +280,7 @@ class Trainer:
             raise UsageError(f"--resume: there is no checkpoint {self.checkpoint}; start without --resume")
         try:
             state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-            settings = state["settings"]
+            settings = dict(state["settings"])
         except Exception:  # what torch.load raises on a file that is none of its own depends on the file
             raise UsageError(f"--resume: {self.checkpoint} is not a checkpoint of this demo") from None
         wanted = self.settings()
@@ -298,6 +289,7 @@ class Trainer:
             raise UsageError(f"--resume: {self.checkpoint} is of another run: it has {'; '.join(differ)}")
         try:
             self.step, self.history = state["step"], {name: list(state["history"][name]) for name in self.history}
+            self.check_history()
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["random"].cpu())
@@ -305,6 +297,16 @@ class Trainer:
                 torch.set_num_threads(state["threads"])  # another number rounds sums otherwise
         except Exception:  # what is missing or misshapen decides what is raised
             raise UsageError(f"--resume: {self.checkpoint} is damaged; start without --resume") from None
+
+    def check_history(self) -> None:
+        """Raise where the history is not that of as many steps."""
+        losses, seconds, held_out = (self.history[name] for name in ("train", "seconds", "held_out"))
+        if not (isinstance(self.step, int) and 0 <= self.step <= self.steps):
+            raise ValueError("no such step")
+        if [len(losses), len(seconds)] != [self.step] * 2 or not all(isinstance(x, float) for x in losses + seconds):
+            raise ValueError("not one number a step")
+        if not all(isinstance(step, int) and isinstance(loss, float) for step, loss in held_out):
+            raise ValueError("no losses of the held-out part")
 
     def sample(self) -> tuple[str, str]:
         """What the model writes after a sentence of the held-out part, and the text that it continues."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slattn import ops
 from slattn.distributed.agreement import CALLS, LAYOUTS, Header, agree
 from slattn.distributed.collectives import Groups, Shards
 from slattn.distributed.operators import (
@@ -98,6 +99,8 @@ def sparse_attention(
             not fit; all other ranks raise ValueError with its message. Where the keys of all are too many for the
             backend, every rank raises for itself.
         ValueError: ranks that do not agree; on every rank.
+        NotImplementedError: under torch.func's transforms; forward mode and a second derivative.
+        RuntimeError: keys of gather_keys whose kv was changed in place since; on this rank, and ValueError on others.
         RuntimeError: a rank did not come, because it raised elsewhere, ended or hangs: after the timeout of the process
             group (`init_process_group(timeout=...)`; by default 30 minutes for gloo). In a group of NCCL alone NCCL's
             watchdog ends the process instead, with a message of its own (10 minutes).
@@ -105,7 +108,7 @@ def sparse_attention(
     gathered = kv if isinstance(kv, GatheredKeys) else None
     groups = gathered.groups if gathered else _groups(group, tp_group)
     local: Any = gathered.local if gathered else kv
-    required = _required(gathered.anchor if gathered else kv, q, attn_sink)
+    required = _required(gathered or kv, q, attn_sink)
     if torch.compiler.is_compiling():
         _untraced(gathered is not None)
         settings = Settings(scale, d_v, deterministic, backend, groups.names, layout, keep_gathered, required, None)
@@ -121,14 +124,17 @@ def sparse_attention(
     try:
         mine = header(q, local, indices, attn_sink, topk_length, settings)._replace(gathered=gathered is not None)
         return_lse = checked_bool("return_lse", return_lse)
+        if gathered is not None:
+            gathered.check_unchanged()
         if gathered is not None and gathered.dtype != q.dtype:
             raise TypeError(f"keys that travelled as {gathered.dtype} must have q's dtype, {q.dtype}: see gather_keys")
     except Exception as error:  # whatever it is, the others wait to hear of it
         failure = failure or error
     lengths = agree(mine if failure is None else mine._replace(failed=True), failure, groups)
     if gathered is not None:
+        anchor, total = gathered.for_a_call()
         out, lse = AttendGathered.apply(
-            *(q, gathered.anchor, attn_sink, indices, topk_length, gathered, settings.attention)
+            *(q, anchor, attn_sink, indices, topk_length, gathered, total, settings.attention)
         )
     else:
         settings = settings._replace(lengths=list(lengths))
@@ -163,6 +169,7 @@ def gather_keys(
     groups = _groups(group, tp_group)
     failure, mine = None, Header(dist.get_rank(), failed=True)
     try:
+        ops.refuse_transforms()
         check_shard(layout, {"kv": kv})
         dtype = _travels_as(kv, dtype)
         mine = Header(
@@ -196,7 +203,7 @@ def _travels_as(kv: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def _required(kv: object, *others: object) -> list[bool]:
     """Whether kv wants a gradient, and whether anything does."""
-    wants = [isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled() for x in (kv, *others)]
+    wants = [getattr(x, "requires_grad", False) is True and torch.is_grad_enabled() for x in (kv, *others)]
     return [wants[0], any(wants)]
 
 

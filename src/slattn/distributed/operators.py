@@ -10,12 +10,13 @@ while a collective is under way.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from slattn import backends, ops
 from slattn.distributed.agreement import BACKENDS, LAYOUTS, Header, agree, float_bits
@@ -63,7 +64,8 @@ class Settings(NamedTuple):
 def header(
     q: Tensor, kv: Tensor, indices: Tensor, attn_sink: Tensor | None, topk_length: Tensor | None, settings: Settings
 ) -> Header:
-    """This rank's own arguments, checked; raises TypeError, ValueError or BackendRefusal."""
+    """This rank's own arguments, checked; raises TypeError, ValueError, BackendRefusal or NotImplementedError."""
+    ops.refuse_transforms()
     check_shard(settings.layout, {"q": q, "kv": kv, "attn_sink": attn_sink})
     if isinstance(q, Tensor) and q.dim() == 4:
         raise ValueError(
@@ -168,8 +170,44 @@ def _backward_fake(q: Tensor, kv: Tensor, indices: Tensor, attn_sink: Tensor | N
     return [torch.empty_like(x) for x, need in zip((q, kv, attn_sink), rest[-1], strict=True) if need and x is not None]
 
 
+def undifferentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward whose gradients cannot be differentiated again, and say so.
+
+    torch's once_differentiable lets that pass, as zero, where the gradients that come in carry no graph.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():  # as it is but for create_graph=True
+            return results
+        return _Undifferentiable.apply(torch.ones((), requires_grad=True), *results)
+
+    return run
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Gradients, from a number that makes them require one."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *gradients: Any) -> tuple[Any, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("the backward of slattn.distributed.sparse_attention cannot be differentiated again")
+
+
+def no_forward_mode(ctx: Any, *_: Any) -> Any:
+    """The jvp of a Function that has none."""
+    raise NotImplementedError("slattn.distributed.sparse_attention has no forward-mode derivative")
+
+
 class _Attend(torch.autograd.Function):
     """Call, save, call."""
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -181,7 +219,7 @@ class _Attend(torch.autograd.Function):
         return out, lse, *kept
 
     @staticmethod
-    @once_differentiable
+    @undifferentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Any, ...]:
         saved, (_, need_q, need_kv, _, need_sink) = ctx.saved_tensors, ctx.needs_input_grad[:5]
         if grad_out is None:
@@ -193,7 +231,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _forward_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+    if ops.differentiated(arguments):
         return _Attend.apply(keyset, *arguments)
     results: tuple[Tensor, ...] = ops.below_autograd(torch.ops.slattn.distributed_forward.default, keyset, arguments)
     return results
@@ -204,6 +242,25 @@ _library.impl("distributed_backward", _backward, "CompositeExplicitAutograd")
 _library.impl("distributed_forward", _forward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("slattn::distributed_forward", _forward_fake, lib=_library)
 torch.library.register_fake("slattn::distributed_backward", _backward_fake, lib=_library)
+for _name in ("distributed_forward", "distributed_backward"):
+    _library.impl(_name, ops.refuse_transforms, "FuncTorchBatched")
+    _library.impl(_name, ops.refuse_transforms, "Batched")  # is_grads_batched of torch.autograd.grad
+
+# Calls with one GatheredKeys whose sums of dkv travel while autograd goes on; a further one's is waited for at once.
+EARLY_CALLS = 4
+
+
+class Sum:
+    """The sum of a call's dkv over the ranks, between that call's backward and kv's."""
+
+    pending: Pending | None = None
+
+    def take(self) -> Tensor:
+        """It, once; another backward of the call puts another in its place, whether this was taken or not."""
+        if self.pending is None:
+            raise RuntimeError("the gradient of gathered keys was asked for twice, and made once")
+        pending, self.pending = self.pending, None
+        return pending.result()
 
 
 class GatheredKeys:
@@ -215,8 +272,12 @@ class GatheredKeys:
     def __init__(self, kv: Tensor, dtype: torch.dtype, groups: Groups, shards: Shards, keep_gathered: bool) -> None:
         self.local, self.dtype, self.groups, self.shards = kv.detach(), dtype, groups, shards
         self.keep_gathered = keep_gathered
-        self.sums: list[Pending] = []  # of dkv over the ranks, under way between a call's backward and kv's
-        self.anchor = _Anchor.apply(kv, self.sums)  # what autograd sees: dkv itself passes by it, unrounded
+        self._kv, self._version = kv, self._version_of(kv)
+        self._calls = 0
+        self._anchors: list[Tensor] = []
+        self._sums: list[Sum] = []
+        self._add_anchors(EARLY_CALLS)
+        self.requires_grad = self._anchors[0].requires_grad
         self._pending: Pending | None = gather(self.local.reshape(kv.shape[0], kv.shape[-1]).to(dtype), groups, shards)
         self._keys: Tensor | None = None
 
@@ -227,27 +288,55 @@ class GatheredKeys:
             self._keys, self._pending = self._pending.result(), None
         return self._keys
 
+    def for_a_call(self) -> tuple[Tensor, Sum]:
+        """What autograd sees of the keys in one more call, and where its backward leaves the sum of dkv."""
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._anchors[0], Sum()  # nobody will come back
+        if self._calls == len(self._sums):
+            self._add_anchors(1)
+        self._calls += 1
+        return self._anchors[self._calls - 1], self._sums[self._calls - 1]
+
+    def check_unchanged(self) -> None:
+        """Raise where kv has been changed in place: the keys that were gathered are no longer those that it holds."""
+        if self._version != self._version_of(self._kv):
+            raise RuntimeError("kv was changed in place after gather_keys: gather it again, or change a copy")
+
+    @staticmethod
+    def _version_of(kv: Tensor) -> int | None:
+        return None if kv.is_inference() else kv._version  # what was made in inference mode has none
+
+    def _add_anchors(self, count: int) -> None:
+        sums = [Sum() for _ in range(count)]
+        self._anchors += _Anchor.apply(self._kv, sums)
+        self._sums += sums
+
 
 class _Anchor(torch.autograd.Function):
-    """kv to a number that stands for its gathered keys; back, the sums that calls with them began."""
+    """kv to numbers that stand for its gathered keys, one a call; back, the sums of those calls that were gone through.
+
+    dkv itself passes by them, unrounded.
+    """
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
-    def forward(ctx: Any, kv: Tensor, sums: list[Pending]) -> Tensor:
+    def forward(ctx: Any, kv: Tensor, sums: list[Sum]) -> tuple[Tensor, ...]:
         ctx.sums, ctx.shape, ctx.dtype = sums, kv.shape, kv.dtype
-        return kv.new_zeros(())
+        ctx.set_materialize_grads(False)
+        return tuple(kv.new_zeros(()) for _ in sums)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        total: Tensor | None = None
-        while ctx.sums:
-            part = ctx.sums.pop(0).result()
-            total = part if total is None else total + part
-        return None if total is None else total.to(ctx.dtype).view(ctx.shape), None
+    @undifferentiable
+    def backward(ctx: Any, *gone_through: Tensor | None) -> tuple[Tensor | None, None]:
+        parts = [of.take() for of, gradient in zip(ctx.sums, gone_through, strict=True) if gradient is not None]
+        return sum(parts[1:], parts[0]).to(ctx.dtype).view(ctx.shape) if parts else None, None
 
 
 class AttendGathered(torch.autograd.Function):
     """`sparse_attention` with keys that are gathered already; backward only starts the sum of dkv."""
+
+    jvp = staticmethod(no_forward_mode)
 
     @staticmethod
     def forward(
@@ -258,6 +347,7 @@ class AttendGathered(torch.autograd.Function):
         indices: Tensor,
         topk_length: Tensor | None,
         gathered: GatheredKeys,
+        total: Sum,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         optional: dict[str, Any] = {"attn_sink": attn_sink, "topk_length": topk_length}
@@ -266,12 +356,12 @@ class AttendGathered(torch.autograd.Function):
         kept = keys if gathered.keep_gathered else gathered.local
         ctx.save_for_backward(q, kept, attn_sink, indices, topk_length, out, lse, anchor)
         ctx.collectives, ctx.keep_gathered = (gathered.groups, gathered.shards), gathered.keep_gathered
-        ctx.sums, ctx.options = gathered.sums, options
+        ctx.total, ctx.options = total, options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @undifferentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, kept, attn_sink, indices, topk_length, out, lse, anchor = ctx.saved_tensors
         keys = kept
@@ -288,6 +378,6 @@ class AttendGathered(torch.autograd.Function):
             **ctx.options,
         )
         if dkv is None:
-            return dq, None, dsink, None, None, None, None
-        ctx.sums.append(reduce(dkv, *ctx.collectives))
-        return dq, torch.zeros_like(anchor), dsink, None, None, None, None
+            return dq, None, dsink, *(None,) * 5
+        ctx.total.pending = reduce(dkv, *ctx.collectives)
+        return dq, torch.zeros_like(anchor), dsink, *(None,) * 5

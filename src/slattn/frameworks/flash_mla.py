@@ -9,6 +9,7 @@ Before such code is imported or after; `patch(lse_base="2")` for code written fo
 from __future__ import annotations
 
 import functools
+import importlib.machinery
 import importlib.util
 import math
 import sys
@@ -37,6 +38,7 @@ def patch(*, lse_base: str = "e", backend: str = "auto") -> Patch:
         done.replace_captured("", done.original("flash_mla:flash_mla_sparse_fwd"), new)
     else:
         module = types.ModuleType("flash_mla", "slattn's stand-in for FlashMLA")
+        module.__spec__ = importlib.machinery.ModuleSpec("flash_mla", None)  # for who asks whether there is one
         module.__dict__["flash_mla_sparse_fwd"] = new
         done.put("sys.modules['flash_mla']", sys.modules, "flash_mla", module)
     return done.apply()

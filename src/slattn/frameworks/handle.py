@@ -72,16 +72,22 @@ class Patch:
         self._switches.append((name, on, off))
 
     def apply(self) -> Patch:
-        """Replace all of it."""
+        """Replace all of it, or nothing: where a switch raises, what was done is undone."""
         names = []
         for name, owner, key, _, new in self._changes:
             _write(owner, key, new)
             names.append(name)
         for package, old, new in self._captured:
             names += _swap(package, old, new)
-        for name, on, _ in self._switches:
-            on()
-            names.append(name)
+        switched: list[Callable[[], Any]] = []
+        try:
+            for name, on, off in self._switches:
+                on()
+                names.append(name)
+                switched.append(off)
+        except BaseException:
+            self._put_back(switched)
+            raise
         self.replaced = tuple(names)
         return self
 
@@ -96,13 +102,16 @@ class Patch:
         for name, owner, key, _, new in self._changes:
             if _read(owner, key) is not new:
                 raise RuntimeError(f"{name} has been replaced again since slattn replaced it: undo that first")
-        for _, _, off in reversed(self._switches):
+        self._put_back([off for _, _, off in self._switches])
+        self.replaced = ()
+
+    def _put_back(self, switched: list[Callable[[], Any]]) -> None:
+        for off in reversed(switched):
             off()
         for package, old, new in reversed(self._captured):
             _swap(package, new, old)
         for _, owner, key, old, _ in reversed(self._changes):
             _write(owner, key, old)
-        self.replaced = ()
 
     def __enter__(self) -> Patch:
         return self
