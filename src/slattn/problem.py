@@ -62,31 +62,8 @@ def describe(
     check_tensor("indices", indices, (torch.int32, torch.int64))
     if kv.dtype != q.dtype and not (q.dtype == torch.bfloat16 and kv.dtype == torch.float32):
         raise TypeError(f"kv must have q's dtype, {q.dtype} (or be float32 beside a bfloat16 q); got {kv.dtype}")
-    if q.dim() == 3:
-        batch, (queries, heads, head_dim) = 1, q.shape
-        lead: tuple[int, ...] = (queries,)
-        kv_shapes, index_shapes = "[N, D] or [N, 1, D]", "[T, K] or [T, 1, K]"
-        kv_fits = kv.dim() == 2 or (kv.dim() == 3 and kv.shape[1] == 1)
-        indices_fit = indices.dim() == 2 or (indices.dim() == 3 and indices.shape[1] == 1)
-        keys = kv.shape[0] if kv_fits else 0
-    elif q.dim() == 4:
-        batch, queries, heads, head_dim = q.shape
-        lead = (batch, queries)
-        kv_shapes, index_shapes = "[B, N, D]", "[B, S, K]"
-        kv_fits = kv.dim() == 3 and kv.shape[0] == batch
-        indices_fit = indices.dim() == 3
-        keys = kv.shape[1] if kv_fits else 0
-    else:
-        raise ValueError(f"q must be [T, H, D] or [B, S, H, D]; got shape {list(q.shape)}")
-    if not kv_fits or kv.shape[-1] != head_dim:
-        raise ValueError(
-            f"kv must be {kv_shapes} with D = {head_dim}"
-            f"{f' and B = {batch}' if q.dim() == 4 else ''} to go with q {list(q.shape)}; got {list(kv.shape)}"
-        )
-    if not indices_fit or tuple(indices.shape[: len(lead)]) != lead:
-        raise ValueError(
-            f"indices must be {index_shapes}, one row for each query of q {list(q.shape)}; got {list(indices.shape)}"
-        )
+    batch, lead, keys = _layout(q, kv, indices)
+    heads, head_dim = q.shape[-2:]
     slots = indices.shape[-1]
     if slots < 1:
         raise ValueError(f"indices must have at least one slot a row (K >= 1); got {list(indices.shape)}")
@@ -119,7 +96,7 @@ def describe(
             raise ValueError(f"{name} must be on q's device, {device}; got {tensor.device}")
     return Problem(
         batch=batch,
-        queries=queries,
+        queries=lead[-1],
         keys=keys,
         heads=heads,
         slots=slots,
@@ -185,6 +162,35 @@ def int32_indices(indices: Tensor, keys: int) -> Tensor:
     if indices.dtype == torch.int32:
         return indices.contiguous()
     return torch.where((indices >= 0) & (indices < keys), indices, -1).to(torch.int32)
+
+
+def _layout(q: Tensor, kv: Tensor, indices: Tensor) -> tuple[int, tuple[int, ...], int]:
+    """B, the shape of what has one value a query, and N; raises ValueError where the three do not fit one another."""
+    if q.dim() == 3:
+        batch = 1
+        lead = tuple(q.shape[:1])
+        kv_shapes, index_shapes = "[N, D] or [N, 1, D]", "[T, K] or [T, 1, K]"
+        kv_fits = kv.dim() == 2 or (kv.dim() == 3 and kv.shape[1] == 1)
+        indices_fit = indices.dim() == 2 or (indices.dim() == 3 and indices.shape[1] == 1)
+        keys = kv.shape[0] if kv_fits else 0
+    elif q.dim() == 4:
+        batch, lead = q.shape[0], tuple(q.shape[:2])
+        kv_shapes, index_shapes = "[B, N, D]", "[B, S, K]"
+        kv_fits = kv.dim() == 3 and kv.shape[0] == batch
+        indices_fit = indices.dim() == 3
+        keys = kv.shape[1] if kv_fits else 0
+    else:
+        raise ValueError(f"q must be [T, H, D] or [B, S, H, D]; got shape {list(q.shape)}")
+    if not kv_fits or kv.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"kv must be {kv_shapes} with D = {q.shape[-1]}"
+            f"{f' and B = {batch}' if q.dim() == 4 else ''} to go with q {list(q.shape)}; got {list(kv.shape)}"
+        )
+    if not indices_fit or tuple(indices.shape[: len(lead)]) != lead:
+        raise ValueError(
+            f"indices must be {index_shapes}, one row for each query of q {list(q.shape)}; got {list(indices.shape)}"
+        )
+    return batch, lead, keys
 
 
 def check_tensor(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:

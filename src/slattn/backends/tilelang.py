@@ -296,12 +296,8 @@ def main_backward(
                 *(problem, config, q, indices, topk_length, grad_out, norm, lses[0], statistics[0]),
                 None if grad_lse is None else lses[1],
             )
-        elif not need_kv:
-            sums = plain_sums(lse2.new_empty(1, problem.head_dim))
-        elif hopper or dkv is None:
-            sums = plain_sums(kv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32))
         else:
-            sums = plain_sums(rows(dkv, 1))
+            sums = plain_sums(_table(problem, kv, None if hopper else dkv, need_kv))
         if hopper and dq is not None:
             listed = compact(problem, indices, topk_length) if listed is None else listed
             kernel(config)(
@@ -332,6 +328,15 @@ def main_backward(
             finish(config, sums, into, dkv is not None)
             return dq, into
         return dq, sums.table.view(kv.shape).to(dkv_dtype) if dkv is None else dkv
+
+
+def _table(problem: Problem, kv: Tensor, dkv: Tensor | None, need_kv: bool) -> Tensor:
+    """What dkv is summed in, fp32: dkv itself where it is given, zeros, or a stand-in that is not written."""
+    if not need_kv:
+        return kv.new_empty(1, problem.head_dim, dtype=torch.float32)
+    if dkv is not None:
+        return rows(dkv, 1)
+    return kv.new_zeros(problem.batch * problem.keys, problem.head_dim, dtype=torch.float32)
 
 
 def slot_probs(
