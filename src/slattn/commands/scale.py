@@ -47,10 +47,10 @@ class Model:
 MODELS = {
     model.name: model
     for model in (
-        Model("V4-Flash", "v4-flash", 1.25, 503, 382),
-        Model("V4-Pro", "v4-pro", 1.25, 540, 426),
-        Model("V3.2", "v32", 1.0, 550, 407),
-        Model("GLM-5", "glm5", 1.0, 546, 405),
+        Model("V4-Flash", "v4-flash", 1.25, 503, 387),
+        Model("V4-Pro", "v4-pro", 1.25, 540, 430),
+        Model("V3.2", "v32", 1.0, 550, 417),
+        Model("GLM-5", "glm5", 1.0, 546, 414),
     )
 }
 
