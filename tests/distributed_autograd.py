@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+import slattn
 from distributed_helpers import N, T, Whole, close, even, leaf
 from slattn import distributed
 from slattn.distributed.operators import EARLY_CALLS
@@ -91,6 +92,32 @@ def calls_with_the_same_keys() -> None:
         close(ask(numbers, kv), sum(alone[i] for i in numbers))
 
 
+def one_rounding_of_many_calls() -> None:
+    """Of a bfloat16 kv, as of two calls, also where calls are more than have their sums prepared."""
+    whole, rank = Whole(torch.bfloat16), dist.get_rank()
+    q, kv, indices = mine(whole)
+    errors = []
+    for calls in (2, 3 * EARLY_CALLS):
+        keys = distributed.gather_keys(kv, group=dist.group.WORLD)
+        scales = torch.linspace(0.5, 2.0, calls, dtype=torch.float64).tolist()
+        outs = [distributed.sparse_attention(q, keys, indices, scale=scale) for scale in scales]
+        (got,) = torch.autograd.grad(outs, kv, [out.detach() for out in outs])
+        exact, true = whole.in_float64(), torch.zeros(N, q.shape[-1], dtype=torch.float64)
+        for scale in scales:
+            out = slattn.sparse_attention(exact.q, exact.kv, exact.indices, scale=scale)
+            true += torch.autograd.grad(out, exact.kv, out.detach())[0]
+        true = true[even(N)[rank]]
+        errors.append(float((got - true).norm() / true.norm()))
+    assert errors[1] < 1.2 * errors[0], errors
+
+
+def gradients_can_be_changed_in_place() -> None:
+    for call in (at_once, early):
+        tensors = mine(Whole())
+        for gradient in torch.autograd.grad(call(*tensors).sum(), tensors[:2], create_graph=True):
+            gradient.mul_(2.0)
+
+
 def keys_changed_in_place() -> None:
     """On one rank: it says so, and the others that it did."""
     q, kv, indices = (x.detach() for x in mine(Whole()))
@@ -102,6 +129,10 @@ def keys_changed_in_place() -> None:
     with pytest.raises(error, match=f"{before}kv was changed in place after gather_keys"):
         distributed.sparse_attention(q, keys, indices)
     assert at_once(q, kv, indices).shape == q.shape
+    fused = torch.cat((kv, kv), 1)  # a part that is copied to travel: what becomes of the rest is all the same
+    keys = distributed.gather_keys(fused[:, : kv.shape[1]], group=dist.group.WORLD)
+    fused.zero_()
+    close(distributed.sparse_attention(q, keys, indices), at_once(q, kv, indices))
 
 
 AUTOGRAD: tuple[Callable[[], None], ...] = (
@@ -109,5 +140,7 @@ AUTOGRAD: tuple[Callable[[], None], ...] = (
     forward_mode_and_transforms,
     gradients_one_after_the_other,
     calls_with_the_same_keys,
+    one_rounding_of_many_calls,
+    gradients_can_be_changed_in_place,
     keys_changed_in_place,
 )

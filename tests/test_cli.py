@@ -97,12 +97,27 @@ class TestDoctor:
         for package in ("tilelang==", "nvidia-cudnn-frontend==", "sglang-kernel=="):
             assert f"pip install {package}" in text
 
+    def test_says_all_that_the_kernels_need(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """In one line, TileLang there or not: a user who has done it is ready."""
+        monkeypatch.setattr(doctor, "find_nvcc", lambda: None)
+        monkeypatch.setattr(doctor, "find_cxx", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(doctor, "_importable", lambda module: False)
+        assert run("doctor") == 0
+        lines = capsys.readouterr().out.splitlines()
+        (at,) = (i for i, line in enumerate(lines) if line.startswith("backend tilelang"))
+        assert "it needs an NVIDIA GPU, and torch finds none here" in lines[at]
+        for command in ("pip install tilelang==", "pip install nvidia-cuda-nvcc==", "apt-get install g++"):
+            assert command in lines[at + 1]
+
 
 class TestCheck:
     def test_reference_on_a_cpu(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("check", "--device", "cpu", "--backend", "reference", "--case", "keys-", "--seed", "3") == 0
         text = capsys.readouterr().out
-        assert "reference, float32" in text
+        assert "ran on cpu: reference; reference, in float32" in text
         assert "0 over budget or failed" in text
 
     def test_verbose_has_a_line_for_each_tensor(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +152,7 @@ class TestCheck:
         assert run("check", "--device", "cpu", "--backend", "tilelang", "--case", "keys-") == 1
         text = capsys.readouterr().out
         assert "refused" in text
-        assert "0 of 1 ran" in text
+        assert "ran on cpu: none" in text
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ PACKAGE = Path(slattn.__file__).parent
 # A module imports those of a lower number, or of its own package. `slattn` itself is what ops makes public.
 LAYERS = {
     "slattn.problem": 0,
+    "slattn.groups": 0,
     "slattn.reference": 1,
     "slattn.kernels": 1,
     "slattn.backends": 2,

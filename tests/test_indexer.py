@@ -171,7 +171,7 @@ def test_empty_rows_and_slots_that_do_not_count_are_worth_nothing() -> None:
         ({"probs": None}, TypeError, "probs must be a float tensor; got NoneType"),
         ({"probs": torch.zeros(2, 4)}, ValueError, r"probs must have scores's shape and device, \[2, 3\] on cpu; got"),
         ({"probs": torch.zeros(2, 3, device="meta")}, ValueError, r"got \[2, 3\] on meta"),
-        ({"tp_group": "tp"}, TypeError, "tp_group must be a ProcessGroup, a DeviceMesh or None; got str"),
+        ({"tp_group": "tp"}, RuntimeError, "torch.distributed is not initialised"),
         ({"valid": torch.ones(2, 3)}, TypeError, "valid must be a bool tensor"),
         ({"reduction": "average"}, ValueError, "reduction must be one of 'mean', 'sum', 'none'; got 'average'"),
     ],

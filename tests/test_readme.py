@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,17 @@ def test_the_example_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "torch.Size([64, 16, 512])" in done.stdout
+
+
+def test_the_example_of_many_processes_runs(tmp_path: Path) -> None:
+    (example,) = blocks("py")
+    file = tmp_path / "example.py"
+    file.write_text(example + "print(out.shape)\n")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=300, check=False, env=hidden)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([64, 16, 512])") == 2
 
 
 def test_the_first_line_names_the_debian_packages() -> None:

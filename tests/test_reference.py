@@ -256,6 +256,13 @@ def test_weights_sum_to_one_at_large_logits(size: float, sink: float | None):
     torch.testing.assert_close(out, torch.full_like(out, size if sink != 1e30 else 0.0))
 
 
+def test_a_sink_far_above_leaves_what_float32_holds():
+    """A weight of exp(-92), below float32's normal numbers, of a value of 3e38."""
+    q, kv = torch.zeros(1, 1, 8), torch.full((1, 8), 3e38)
+    out = sparse_attention(q, kv, torch.tensor([[0]]), attn_sink=torch.tensor([92.0]))
+    torch.testing.assert_close(out, torch.full_like(out, 3e38 * math.exp(-92)), rtol=1e-4, atol=0)
+
+
 def test_an_infinite_gradient_behind_an_infinite_sink_gives_zeros():
     q, kv, sink = (x.requires_grad_() for x in (torch.randn(3, 1, 8), torch.randn(4, 8), torch.tensor([torch.inf])))
     out = sparse_attention(q, kv, torch.arange(4).expand(3, 4), attn_sink=sink)

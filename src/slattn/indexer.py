@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slattn import backends, ops
+from slattn.groups import process_group
 from slattn.problem import check_tensor, default_value_dim, describe, lse_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -100,7 +101,9 @@ def indexer_loss(
 
     Raises:
         TypeError: scores or probs that are no float tensors, valid that is no bool tensor, tp_group that is no group.
-        ValueError: shapes or devices that differ, a mesh of more dimensions, or a reduction of another name.
+        ValueError: shapes or devices that differ, a reduction of another name, a mesh of more dimensions, or a group
+            without this process.
+        RuntimeError: a tp_group where torch.distributed is not initialised.
     """
     for name, tensor in (("scores", scores), ("probs", probs)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -119,7 +122,7 @@ def indexer_loss(
     target = probs.detach().to(inner)
     if tp_group is not None:
         target = target.clone()
-        dist.all_reduce(target, group=_process_group(tp_group))
+        dist.all_reduce(target, group=process_group("tp_group", tp_group))
     scores = scores.to(inner)
     if valid is not None:
         scores, target = scores.masked_fill(~valid, -torch.inf), target.masked_fill(~valid, 0.0)
@@ -133,17 +136,6 @@ def indexer_loss(
     if reduction == "none":
         return rows
     return rows.sum() if reduction == "sum" else rows.sum() / (~empty).sum().clamp_min(1)
-
-
-def _process_group(group: Any) -> Any:
-    """The ProcessGroup that a tp_group is or holds."""
-    if hasattr(group, "get_group"):
-        if group.ndim != 1:
-            raise ValueError(f"tp_group must be a DeviceMesh of one dimension; got {group.ndim}: slice it by name")
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"tp_group must be a ProcessGroup, a DeviceMesh or None; got {type(group).__name__}")
-    return group
 
 
 def _slot_probs(

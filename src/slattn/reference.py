@@ -65,13 +65,22 @@ def forward(
         e = s.sub_(top).exp_()
         total = e.sum(-1, keepdim=True)
         lse_keys = (top + total.log()).masked_fill_(empty, torch.inf)
-        # Not by the log-sum-exp, whose rounding at large logits is no small part of a weight.
-        share = total if sink is None else total + (sink[:, None] - top).exp()
-        p = e.div_(share.masked_fill_(empty, torch.inf))  # before the product, which large values would overflow
+        # Weights not by the log-sum-exp, whose rounding at large logits is no small part of them; and before the product,
+        # which large values would overflow.
+        p = e.mul_(_inverse(total, top, sink).masked_fill_(empty, 0.0))
         out[part] = torch.bmm(p, chosen[..., : problem.value_dim]).to(q.dtype)
         lse[part] = lse_keys.squeeze(-1)
     lead = (problem.batch, problem.queries, problem.heads)
     return out.view(*lead, problem.value_dim), lse.view(lead)
+
+
+def _inverse(total: Tensor, top: Tensor, sink: Tensor | None) -> Tensor:
+    """1 / (total + exp(sink - top)), [t, H, 1], where no exponential overflows."""
+    if sink is None:
+        return total.reciprocal()
+    above = sink[:, None] - top
+    below = above.clamp(min=0).neg_().exp_()
+    return below / (total * below + above.clamp_(max=0).exp_())
 
 
 @_without_autocast

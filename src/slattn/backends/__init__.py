@@ -35,11 +35,7 @@ class BackendRefusal(RuntimeError):
 
 @functools.cache
 def load(name: str) -> Any:
-    """The backend's module.
-
-    Raises:
-        ValueError: a name that is no backend's.
-    """
+    """The module of a backend, by one of the names in MODULES; raises ValueError where it is none."""
     return importlib.import_module(MODULES[backend_name(name)])
 
 

@@ -127,6 +127,9 @@ def main(args: argparse.Namespace) -> int:
         beside.load(checkout)
     names = args.backend or [name for name in backends.MODULES if name != "reference" or device.type == "cpu"]
     shapes = args.shape or (list(testing.BENCH_SHAPES.values()) if device.type == "cuda" else [CPU_SHAPE])
+    if device.type == "cpu" and not args.shape:
+        print(f"On a CPU: {CPU_SHAPE.queries} queries of {CPU_SHAPE.heads} heads, to see it at work. The shapes of the")
+        print("documents want a GPU, or --shape NAME and patience.\n")
     if args.quick and not args.shape:
         shapes = shapes[:1]
     passes = tuple(PASSES) if args.pass_ == "both" else (args.pass_,)
@@ -198,7 +201,7 @@ def _show(args: argparse.Namespace) -> int:
             shown.append(table([row for row in rows if (row.shape, row.direction) == group]))
     except OSError as error:
         raise UsageError(f"--from {args.source} cannot be read: {error.strerror or error}") from None
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise UsageError(f"--from {args.source} is not what `slattn bench --json` writes") from None
     if not rows:
         raise UsageError(f"--from {args.source} holds no rows")
@@ -309,6 +312,9 @@ def _contestants(
     for peer in PEERS if not args.no_peers else ():
         make = peer.make_forward if pass_ == "fwd" else peer.make_backward
         if make is None:
+            continue
+        if device.type == "cpu":
+            yield Contestant(peer.name, "peer", None, note="needs a GPU")
             continue
         missing = peer.missing()
         if missing is None:

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     names = args.backend or list(backends.MODULES)
     jobs: list[tuple[str, Runner]] = [(name, _runner(name, device)) for name in names]
     if found.type == "cpu" and "reference" in names:
-        jobs.append(("reference, float32", lambda case, seed: check_float32(case, device, seed)))
+        jobs.append(("reference, in float32", lambda case, seed: check_float32(case, device, seed)))
     with Progress(len(jobs) * len(cases)) as progress:
         reports = [run_cases(name, run, cases, args.seed, progress) for name, run in jobs]
     for report in reports:
@@ -76,10 +76,9 @@ def main(args: argparse.Namespace) -> int:
     ran = [report for report in reports if report.rows or report.crashed]
     failures = sum(report.failures for report in ran)
     named_in_vain = bool(args.backend) and len(ran) < len(reports)
-    print(
-        f"{len(ran)} of {len(reports)} ran on {device}: {sum(len(report.rows) for report in ran)} tensors, "
-        f"{failures} over budget or failed"
-    )
+    tensors = sum(len(report.rows) for report in ran)
+    print(f"ran on {device}: {'; '.join(report.backend for report in ran) or 'none'}")
+    print(f"{tensors} tensors, {failures} over budget or failed")
     return 1 if failures or not ran or named_in_vain else 0
 
 

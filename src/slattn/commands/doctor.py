@@ -23,7 +23,7 @@ import slattn
 from slattn import backends
 from slattn.backends import vendor_runtimes
 from slattn.kernels import build
-from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
+from slattn.kernels.nvcc import INSTALL_CXX, INSTALL_NVCC, NVCC_COMMAND, find_cxx, find_nvcc
 from slattn.problem import Problem
 
 # Distribution -> what it is to this library.
@@ -70,6 +70,7 @@ def gather() -> dict[str, Any]:
         "torch_cudnn": _guarded(torch.backends.cudnn.version),
         "driver": _guarded(_driver),
         "nvcc": _guarded(_nvcc),
+        "C++ compiler": _guarded(find_cxx),
         "devices": _guarded(_devices),
         "packages": {name: _guarded(functools.partial(_package_version, name)) for name in PACKAGES},
         "backends": {name: _backend(name) for name in backends.MODULES},
@@ -117,7 +118,8 @@ def _warnings() -> list[str]:
     if _package_version("tilelang") is None:
         return []
     nvcc = None if find_nvcc() else f"there is no nvcc, so that no kernel can be compiled. {INSTALL_NVCC}"
-    return [sentence for sentence in (build.untested_version(), build.cache_problem(), nvcc) if sentence is not None]
+    cxx = None if find_cxx() else f"no kernel can be compiled: {INSTALL_CXX}"
+    return [sentence for sentence in (build.untested_version(), build.cache_problem(), nvcc, cxx) if sentence]
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -153,15 +155,21 @@ def _backend(name: str) -> dict[str, Any]:
     )
     try:
         reason = backends.load(name).refusal(problem)
+        if reason is not None and device.type == "cpu":
+            reason = "it needs an NVIDIA GPU, and torch finds none here"
     except Exception as error:
         reason = f"it does not load: {type(error).__name__}: {_first_line(error)}"
-    return {"runs": reason is None, "why_not": reason, "mend": None if reason is None else _mend(name)}
+    return {"runs": reason is None, "why_not": reason, "mend": reason and _guarded(lambda: _mend(name))}
 
 
 def _mend(name: str) -> str | None:
     if not torch.cuda.is_available() and shutil.which("nvidia-smi") and torch.version.cuda is None:
         return "pip install a CUDA build of torch: this machine has an NVIDIA driver, and this torch is a CPU build"
     lines = [line for modules, line in _NEEDS.get(name, ()) if not any(map(_importable, modules))]
+    if name == "tilelang" and find_nvcc() is None:
+        lines.append(NVCC_COMMAND)
+    if name == "tilelang" and find_cxx() is None:
+        lines.append("apt-get install g++")
     if not lines:
         return None
     return ("" if torch.cuda.is_available() else "on a machine with an NVIDIA GPU, ") + " && ".join(lines)
@@ -177,7 +185,7 @@ def _importable(module: str) -> bool:
 def _text(report: dict[str, Any]) -> str:
     rows = [(key, report[key]) for key in ("slattn", "python", "platform", "torch")]
     rows.append(("CUDA of torch", report["torch_cuda"] or "none: a CPU build"))
-    rows += [(key, report[key] or "not found") for key in ("driver", "nvcc")]
+    rows += [(key, report[key] or "not found") for key in ("driver", "nvcc", "C++ compiler")]
     devices = report["devices"]
     if isinstance(devices, list):
         for device in devices:

@@ -96,6 +96,11 @@ class Costs:
         return self.compute + self.wire
 
 
+LEGEND = """One layer: a step of forward and backward, nothing overlapped; the links' share of it; the peak of
+memory on a GPU. By a model: kernels and memory as measured on an H200, links as assumed (docs/scale.md).
+"""
+
+
 def costs(model: Model, tokens: int, gpus: int, machine: Machine | None = None) -> Costs:
     """The model of docs/scale.md. `tokens` of all ranks, a multiple of `gpus`, the ranks of the context parallel."""
     machine = machine or Machine()
@@ -171,7 +176,7 @@ def main(args: argparse.Namespace) -> int:
     if len(models) == len(tokens) == len(gpus) == 1:
         print(terms(costs(models[0], tokens[0], gpus[0])), end="")
     else:
-        print(table(models, tokens, gpus), end="")
+        print(LEGEND, table(models, tokens, gpus), sep="\n", end="")
     return 0
 
 

@@ -44,15 +44,15 @@ def table(rows: Sequence[Row]) -> str:
             lines += [
                 "",
                 f"{row.shape}, {PASSES[row.direction]}",
-                f"  {'contestant':<{width}}  {'ms':>9} {'TFLOPS':>7} {'of matmul':>9} {'of best peer':>12}"
+                f"  {'contestant':<{width}}  {'ms':>9} {'TFLOPS':>7}  {'of matmul':>9}  {'of best peer':>12}"
                 f"  {'burst ms':>9} {'TFLOPS':>7}",
             ]
         if row.ms is None:
             lines.append(f"  {row.name:<{width}}  {row.note}")
             continue
         lines.append(
-            f"  {row.name:<{width}}  {row.ms:>9.3f} {_number(row.tflops)} {_share(row.of_matmul, 9, '.0%')}"
-            f" {_share(row.of_best_peer, 12, '.2f')}  {_share(row.burst_ms, 9, '.3f')} {_number(row.burst_tflops)}"
+            f"  {row.name:<{width}}  {row.ms:>9.3f} {_number(row.tflops)}  {_share(row.of_matmul, 9, '.0%')}"
+            f"  {_share(row.of_best_peer, 12, '.2f')}  {_share(row.burst_ms, 9, '.3f')} {_number(row.burst_tflops)}"
         )
     return "\n".join(lines[1:]) + "\n"
 

@@ -11,11 +11,13 @@ files.py    how it writes
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
 from slattn.backends import MODULES
 from slattn.commands.edge import UsageError
 
+PACKAGES = ("matplotlib", "tqdm", "numpy")  # the extra [demo]
 STEPS = 1000  # a minute and a half on two idle CPU cores; a held-out loss of 1.5
 
 
@@ -24,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the sample (default: 0)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), help="folder of what is written (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        help="folder to write into, over an earlier run (default: %(default)s)",
     )
     parser.add_argument(
         "--backend", choices=("auto", *MODULES), default="auto", help="who computes the attention (default: auto)"
@@ -56,7 +61,8 @@ def main(args: argparse.Namespace) -> int:
     try:
         from slattn.demo.train import run
     except ModuleNotFoundError as error:
-        if error.name not in ("matplotlib", "tqdm", "numpy"):
+        missing = [name for name in PACKAGES if name == error.name or importlib.util.find_spec(name) is None]
+        if error.name not in missing:
             raise
-        raise UsageError(f"it needs {error.name}: pip install {error.name}") from None
+        raise UsageError(f"it needs {' and '.join(missing)}: pip install {' '.join(missing)}") from None
     return run(args)

@@ -27,5 +27,5 @@ def written(path: Path) -> Iterator[Path]:
 
 def say(text: str) -> None:
     """Print it, with ? for what stdout's encoding has no letter for."""
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # no stdout: print says nothing
     print(text.encode(encoding, "replace").decode(encoding))

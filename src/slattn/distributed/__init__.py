@@ -30,6 +30,7 @@ from slattn.distributed.operators import (
     checked_bool,
     header,
 )
+from slattn.groups import process_group
 from slattn.problem import FLOAT_DTYPES, either
 
 if TYPE_CHECKING:
@@ -213,23 +214,4 @@ def _untraced(tried: bool) -> None:
 
 
 def _groups(group: Any, tp_group: Any) -> Groups:
-    return Groups(_process_group("group", group), _process_group("tp_group", tp_group))
-
-
-def _process_group(name: str, group: Any) -> ProcessGroup | None:
-    """The ProcessGroup behind an argument; raises as the public function says."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if group is None:
-        return None
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"{name} must be a DeviceMesh of one dimension; got {group.ndim}: slice it by name")
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{name} must be a ProcessGroup, a DeviceMesh or None; got {type(group).__name__}")
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"{name} must be a group that this process is in")
-    return group
+    return Groups(process_group("group", group), process_group("tp_group", tp_group))

@@ -192,7 +192,7 @@ class _Undifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, *gradients: Any) -> tuple[Any, ...]:
-        return gradients
+        return tuple(None if x is None else x.detach() for x in gradients)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -270,15 +270,17 @@ class GatheredKeys:
     """
 
     def __init__(self, kv: Tensor, dtype: torch.dtype, groups: Groups, shards: Shards, keep_gathered: bool) -> None:
-        self.local, self.dtype, self.groups, self.shards = kv.detach(), dtype, groups, shards
-        self.keep_gathered = keep_gathered
-        self._kv, self._version = kv, self._version_of(kv)
+        self.dtype, self.groups, self.shards, self.keep_gathered = dtype, groups, shards, keep_gathered
+        # What travels, now and for the backward: kv itself, or a copy where it is not contiguous or of another dtype.
+        self.local = kv.detach().reshape(kv.shape[0], kv.shape[-1]).to(dtype).contiguous()
+        self._version = self._version_now()
+        self._hub = _Hub.apply(kv, lse_dtype(dtype))
         self._calls = 0
         self._anchors: list[Tensor] = []
         self._sums: list[Sum] = []
         self._add_anchors(EARLY_CALLS)
         self.requires_grad = self._anchors[0].requires_grad
-        self._pending: Pending | None = gather(self.local.reshape(kv.shape[0], kv.shape[-1]).to(dtype), groups, shards)
+        self._pending: Pending | None = gather(self.local, groups, shards)
         self._keys: Tensor | None = None
 
     def keys(self) -> Tensor:
@@ -298,39 +300,56 @@ class GatheredKeys:
         return self._anchors[self._calls - 1], self._sums[self._calls - 1]
 
     def check_unchanged(self) -> None:
-        """Raise where kv has been changed in place: the keys that were gathered are no longer those that it holds."""
-        if self._version != self._version_of(self._kv):
-            raise RuntimeError("kv was changed in place after gather_keys: gather it again, or change a copy")
+        """Raise where what travelled has been changed in place, and a backward would gather other keys."""
+        if self._version != self._version_now() and not (self.keep_gathered and self._keys is not None):
+            raise RuntimeError(
+                "kv was changed in place after gather_keys, or a tensor that shares its storage: gather it again, or "
+                "change a copy"
+            )
 
-    @staticmethod
-    def _version_of(kv: Tensor) -> int | None:
-        return None if kv.is_inference() else kv._version  # what was made in inference mode has none
+    def _version_now(self) -> int | None:
+        return None if self.local.is_inference() else self.local._version  # what is made in inference mode has none
 
     def _add_anchors(self, count: int) -> None:
         sums = [Sum() for _ in range(count)]
-        self._anchors += _Anchor.apply(self._kv, sums)
+        self._anchors += _Anchor.apply(self._hub, sums)
         self._sums += sums
 
 
-class _Anchor(torch.autograd.Function):
-    """kv to numbers that stand for its gathered keys, one a call; back, the sums of those calls that were gone through.
-
-    dkv itself passes by them, unrounded.
-    """
+class _Hub(torch.autograd.Function):
+    """kv to what stands for it in the dtype that dkv is summed in, without memory; back, one rounding."""
 
     jvp = staticmethod(no_forward_mode)
 
     @staticmethod
-    def forward(ctx: Any, kv: Tensor, sums: list[Sum]) -> tuple[Tensor, ...]:
-        ctx.sums, ctx.shape, ctx.dtype = sums, kv.shape, kv.dtype
+    def forward(ctx: Any, kv: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = kv.dtype
         ctx.set_materialize_grads(False)
-        return tuple(kv.new_zeros(()) for _ in sums)
+        return kv.new_zeros((), dtype=dtype).expand(kv.shape)
+
+    @staticmethod
+    @undifferentiable
+    def backward(ctx: Any, total: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if total is None else total.to(ctx.dtype), None
+
+
+class _Anchor(torch.autograd.Function):
+    """The hub to numbers that stand for the gathered keys, one a call; back, the sums of the calls gone through.
+
+    dkv itself passes by them, unrounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hub: Tensor, sums: list[Sum]) -> tuple[Tensor, ...]:
+        ctx.sums, ctx.shape = sums, hub.shape
+        ctx.set_materialize_grads(False)
+        return tuple(hub.new_zeros(()) for _ in sums)
 
     @staticmethod
     @undifferentiable
     def backward(ctx: Any, *gone_through: Tensor | None) -> tuple[Tensor | None, None]:
         parts = [of.take() for of, gradient in zip(ctx.sums, gone_through, strict=True) if gradient is not None]
-        return sum(parts[1:], parts[0]).to(ctx.dtype).view(ctx.shape) if parts else None, None
+        return sum(parts[1:], parts[0]).view(ctx.shape) if parts else None, None
 
 
 class AttendGathered(torch.autograd.Function):
@@ -366,7 +385,7 @@ class AttendGathered(torch.autograd.Function):
         q, kept, attn_sink, indices, topk_length, out, lse, anchor = ctx.saved_tensors
         keys = kept
         if not ctx.keep_gathered:
-            keys = gather(kept.reshape(kept.shape[0], kept.shape[-1]).to(q.dtype), *ctx.collectives).result()
+            keys = gather(kept, *ctx.collectives).result()
         dq, dkv, dsink = ops.sparse_attention_backward(
             *(q, keys, indices, out, lse),
             torch.zeros_like(out) if grad_out is None else grad_out,

@@ -9,7 +9,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -32,7 +31,7 @@ from slattn.kernels.config import (
     UnitsConfig,
     WeighConfig,
 )
-from slattn.kernels.nvcc import INSTALL_NVCC, find_nvcc
+from slattn.kernels.nvcc import INSTALL_CXX, INSTALL_NVCC, find_cxx, find_nvcc
 
 TESTED = "0.1.15"  # the TileLang that the kernels were tested with
 INSTALL = f"pip install tilelang=={TESTED}"
@@ -131,10 +130,8 @@ def _why(error: Exception) -> str:
     if find_nvcc() is None:
         found = f"{home}, which CUDA_HOME or CUDA_PATH names, has no bin/nvcc" if home else "there is no nvcc"
         return f"slattn's kernels cannot be compiled, because {found}. {INSTALL_NVCC}"
-    if not (os.environ.get("CXX") or os.environ.get("CC") or any(map(shutil.which, ("g++", "clang++", "c++")))):
-        return (
-            "slattn's kernels cannot be compiled, because nvcc needs a C++ compiler: `apt-get install g++`, or set CXX"
-        )
+    if find_cxx() is None:
+        return f"slattn's kernels cannot be compiled, because {INSTALL_CXX}"
     # TileLang puts the whole kernel before what the compiler said, and its command behind.
     words = str(error).rpartition("Compilation error:")[2].partition("\nCommand:")[0].strip()
     return f"slattn's kernels cannot be compiled: {words or type(error).__name__}. {untested_version() or ''}".strip()

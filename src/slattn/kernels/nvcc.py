@@ -22,10 +22,12 @@ import os
 import shutil
 from pathlib import Path
 
-INSTALL_NVCC = (
-    "Set CUDA_HOME to a CUDA toolkit, or unset it and `pip install nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 "
-    "nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85`"
+NVCC_COMMAND = (
+    "pip install nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96 "
+    "nvidia-cuda-cccl==13.0.85"
 )
+INSTALL_NVCC = f"Set CUDA_HOME to a CUDA toolkit, or unset it and `{NVCC_COMMAND}`"
+INSTALL_CXX = "nvcc needs a C++ compiler: `apt-get install g++`, or set CXX"
 
 
 def find_nvcc() -> str | None:
@@ -34,6 +36,12 @@ def find_nvcc() -> str | None:
     if home:
         return _executable(Path(home) / "bin" / "nvcc")
     return shutil.which("nvcc") or _pip_nvcc() or _executable(Path("/usr/local/cuda/bin/nvcc"))
+
+
+def find_cxx() -> str | None:
+    """The C++ compiler that nvcc would use, None where there is none."""
+    named = os.environ.get("CXX") or os.environ.get("CC")
+    return named or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
 def _executable(path: Path) -> str | None:
