@@ -65,8 +65,8 @@ def forward(
         e = s.sub_(top).exp_()
         total = e.sum(-1, keepdim=True)
         lse_keys = (top + total.log()).masked_fill_(empty, torch.inf)
-        # Weights not by the log-sum-exp, whose rounding at large logits is no small part of them; and before the product,
-        # which large values would overflow.
+        # Weights not by the log-sum-exp, whose rounding at large logits is no small part of them; and before the
+        # product, which large values would overflow.
         p = e.mul_(_inverse(total, top, sink).masked_fill_(empty, 0.0))
         out[part] = torch.bmm(p, chosen[..., : problem.value_dim]).to(q.dtype)
         lse[part] = lse_keys.squeeze(-1)
